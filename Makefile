@@ -1,0 +1,33 @@
+# One virtual environment, made from pinned versions; every target makes it when it is missing or out of date.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install test lint types imports unit bench clean
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+test: lint types imports unit
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+imports: install
+	$(BIN)/lint-imports
+
+unit: install
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+bench: install
+	$(BIN)/python -m benchmarks.simulator
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,133 @@
+"""The Schedule: for each slot, an ordered list of actions, kept in arrays so that ten million fit.
+
+Builders emit compute rows; `lower` makes from them a schedule with transfers, reductions and updates. Both are of this
+one type, and everything in penstock reads it: checker, simulator, engines, pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.action import COMPUTE, Action, Op
+from penstock.core.shape import IntArray, Shape
+
+OpArray = npt.NDArray[np.uint8]
+LongArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The columns of a schedule, one entry an action."""
+
+    op: OpArray
+    stage: IntArray
+    microbatch: IntArray
+    version: IntArray
+    peer: IntArray  # stage at the other end of a transfer, -1 elsewhere
+    replica: IntArray  # its replica, -1 elsewhere
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    @classmethod
+    def compute(cls, op: npt.ArrayLike, stage: npt.ArrayLike, microbatch: npt.ArrayLike, version: npt.ArrayLike) -> Rows:
+        """Rows without transfers: the two columns of the other end cost no memory."""
+        ops = np.asarray(op, dtype=np.uint8)
+        nobody = np.broadcast_to(np.int32(-1), ops.shape)
+        columns = (np.asarray(column, dtype=np.int32) for column in (stage, microbatch, version))
+        return cls(ops, *columns, nobody, nobody)
+
+    @classmethod
+    def of_actions(cls, actions: Iterable[Action]) -> Rows:
+        flat = [part for action in actions for part in _flatten(action)]
+        table = np.array(
+            [(a.op, a.stage, a.microbatch, a.version, a.peer, a.replica) for a in flat], dtype=np.int32
+        ).reshape(-1, 6)
+        return cls(table[:, 0].astype(np.uint8), *(table[:, column].copy() for column in range(1, 6)))
+
+    def columns(self) -> tuple[OpArray, IntArray, IntArray, IntArray, IntArray, IntArray]:
+        return self.op, self.stage, self.microbatch, self.version, self.peer, self.replica
+
+    def take(self, index: Any) -> Rows:
+        """The rows that a slice, mask or index array selects."""
+        return Rows(*(column[index] for column in self.columns()))
+
+    def same_as(self, other: Rows) -> bool:
+        return all(np.array_equal(a, b) for a, b in zip(self.columns(), other.columns(), strict=True))
+
+
+def _flatten(action: Action) -> tuple[Action, ...]:
+    return (action,) if action.joined is None else (action, action.joined)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Actions of every slot in order: slot s holds rows starts[s] to starts[s + 1]."""
+
+    shape: Shape
+    rows: Rows
+    starts: LongArray
+    lowered: bool = False
+
+    @classmethod
+    def of_slots(cls, shape: Shape, slots: Sequence[Sequence[Action]], lowered: bool = False) -> Schedule:
+        rows = Rows.of_actions(action for slot in slots for action in slot)
+        lengths = [sum(len(_flatten(action)) for action in slot) for slot in slots]
+        return cls(shape, rows, np.concatenate(([0], np.cumsum(lengths))).astype(np.int64), lowered)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return (
+            self.shape == other.shape
+            and self.lowered == other.lowered
+            and np.array_equal(self.starts, other.starts)
+            and self.rows.same_as(other.rows)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # arrays inside: compare, do not hash
+
+    def slot_of_rows(self) -> IntArray:
+        """The slot of every row."""
+        return np.repeat(np.arange(self.shape.slots, dtype=np.int32), np.diff(self.starts))
+
+    def is_compute(self) -> npt.NDArray[np.bool_]:
+        """Which rows are compute actions (the rest are transfers, reductions, updates)."""
+        return np.isin(self.rows.op, [int(op) for op in COMPUTE])
+
+    def action(self, row: int) -> Action:
+        """The action of one row; the backward half of an overlapped pair comes with its forward."""
+        op, stage, microbatch, version, peer, replica = (int(column[row]) for column in self.rows.columns())
+        joined = self.action(row + 1) if op == Op.FB and row + 1 < len(self) else None
+        return Action(Op(op), stage, microbatch, version, peer, replica, joined)
+
+    def actions(self, slot: int) -> Iterator[Action]:
+        """The actions of one slot in order, made on demand."""
+        row, end = int(self.starts[slot]), int(self.starts[slot + 1])
+        while row < end:
+            action = self.action(row)
+            yield action
+            row += len(_flatten(action))
+
+    def words(self) -> list[list[str]]:
+        """The grid: one list of words a slot."""
+        return [[str(action) for action in self.actions(slot)] for slot in range(self.shape.slots)]
+
+    def __str__(self) -> str:
+        return "\n".join(",".join(words) for words in self.words())
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schedule": self.shape.to_json(), "lowered": self.lowered, "slots": self.words()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Schedule:
+        slots = [[Action.parse(word) for word in words] for words in data["slots"]]
+        return cls.of_slots(Shape.from_json(data["schedule"]), slots, bool(data["lowered"]))

@@ -1,0 +1,214 @@
+"""What a schedule is a schedule of: stages, ranks, replicas, micro-batches, and the law its weight versions obey.
+
+A *stage* is one piece of the model, numbered in model order. A *rank* is one place of the pipeline and holds one or
+more stages (its chunks). A *slot* is one replica of a rank; slots are numbered rank by rank, replica by replica.
+Micro-batches are numbered through all mini-batches: micro-batch k belongs to mini-batch k // microbatches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InputError
+
+IntArray = npt.NDArray[np.int32]
+
+
+class Law(StrEnum):
+    """Which weight version an action must name. check.py states each; engine and simulator obey it."""
+
+    SYNC = "sync"  # mini-batch b uses version b everywhere; its update makes b + 1
+    STASH = "stash"  # a forward uses the newest version, its backward the same one
+    VERTICAL = "vertical"  # every stage uses the version that the first stage used
+    NEWEST = "newest"  # forward and backward each use whatever is newest
+    TWO_BW = "2bw"  # mini-batch b uses version max(b - 1, 0): delay exactly one, two alive
+
+
+class Sharing(StrEnum):
+    """How the replicas of a rank share the work."""
+
+    SPLIT = "split"  # each micro-batch is split by rows over the replicas
+    TURNS = "turns"  # whole mini-batches go round robin: mini-batch b to replica b mod r
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The frame of a schedule. `placement[s]` is the rank of stage s; `edges` are the stage pairs that exchange data."""
+
+    name: str
+    law: Law
+    placement: tuple[int, ...]
+    microbatches: int
+    batches: int = 1
+    replicas: tuple[int, ...] = ()
+    sharing: Sharing = Sharing.SPLIT
+    edges: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "law", Law(self.law))
+        object.__setattr__(self, "sharing", Sharing(self.sharing))
+        object.__setattr__(self, "placement", tuple(int(rank) for rank in self.placement))
+        self._require_counts()
+        object.__setattr__(self, "replicas", tuple(int(r) for r in self.replicas) or (1,) * self.ranks)
+        chain = tuple((stage, stage + 1) for stage in range(self.stages - 1))
+        object.__setattr__(self, "edges", tuple((int(a), int(b)) for a, b in self.edges) or chain)
+        self._require_consistent()
+
+    def _require_counts(self) -> None:
+        for what, value in (("microbatches", self.microbatches), ("batches", self.batches)):
+            if value < 1:
+                raise InputError(f"{what} of at least 1", value, f"give {what} a positive number")
+        if not self.placement or set(self.placement) != set(range(max(self.placement) + 1)):
+            raise InputError(
+                "a placement that uses every rank from 0 up", list(self.placement), "give each rank at least one stage"
+            )
+
+    def _require_consistent(self) -> None:
+        if len(self.replicas) != self.ranks or min(self.replicas) < 1:
+            raise InputError(
+                f"a positive replica count for each of {self.ranks} ranks",
+                list(self.replicas),
+                "give one number a rank, separated by commas",
+            )
+        for edge in self.edges:
+            if not 0 <= edge[0] < edge[1] < self.stages:
+                raise InputError(
+                    f"edges from an earlier to a later of {self.stages} stages", edge, "order the stages by the model"
+                )
+        if self.sharing is Sharing.TURNS and self.law in (Law.SYNC, Law.TWO_BW):
+            raise InputError(
+                f"replicas that split each micro-batch under the law {self.law.value!r}",
+                "replicas that take turns",
+                "use sharing='split'",
+            )
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @cached_property
+    def ranks(self) -> int:
+        return max(self.placement) + 1
+
+    @property
+    def slots(self) -> int:
+        return sum(self.replicas)
+
+    @property
+    def total(self) -> int:
+        """Micro-batches in all mini-batches together."""
+        return self.microbatches * self.batches
+
+    @property
+    def turns(self) -> bool:
+        return self.sharing is Sharing.TURNS
+
+    @cached_property
+    def first_slot(self) -> IntArray:
+        """First slot of each rank, and the number of slots behind the last."""
+        return np.concatenate(([0], np.cumsum(self.replicas))).astype(np.int32)
+
+    @cached_property
+    def slot_rank(self) -> IntArray:
+        return np.repeat(np.arange(self.ranks, dtype=np.int32), self.replicas)
+
+    @cached_property
+    def slot_replica(self) -> IntArray:
+        return (np.arange(self.slots) - self.first_slot[self.slot_rank]).astype(np.int32)
+
+    @cached_property
+    def stage_rank(self) -> IntArray:
+        return np.array(self.placement, dtype=np.int32)
+
+    @cached_property
+    def stage_replicas(self) -> IntArray:
+        return np.array(self.replicas, dtype=np.int32)[self.stage_rank]
+
+    @cached_property
+    def seats(self) -> IntArray:
+        """A seat is one replica of one stage: seat = seats[stage] + replica. The last entry counts them all."""
+        return np.concatenate(([0], np.cumsum(self.stage_replicas))).astype(np.int32)
+
+    @cached_property
+    def chunks(self) -> int:
+        """Most stages that any rank holds."""
+        return int(np.bincount(self.stage_rank).max())
+
+    def slot(self, stage: int, replica: int = 0) -> int:
+        return int(self.first_slot[self.placement[stage]]) + replica
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, at in enumerate(self.placement) if at == rank)
+
+    def rounds(self, stage: int) -> int:
+        """Updates that the whole schedule makes on a stage."""
+        replicas = int(self.stage_replicas[stage]) if self.turns else 1
+        return -(-self.batches // replicas)
+
+    def neighbours(self) -> Neighbours:
+        return Neighbours.of(self)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "law": self.law.value,
+            "placement": list(self.placement),
+            "microbatches": self.microbatches,
+            "batches": self.batches,
+            "replicas": list(self.replicas),
+            "sharing": self.sharing.value,
+            "edges": [list(edge) for edge in self.edges],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Shape:
+        return cls(
+            name=data["name"],
+            law=Law(data["law"]),
+            placement=tuple(data["placement"]),
+            microbatches=data["microbatches"],
+            batches=data["batches"],
+            replicas=tuple(data["replicas"]),
+            sharing=Sharing(data["sharing"]),
+            edges=tuple((a, b) for a, b in data["edges"]),
+        )
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The edges by stage, in compressed rows: successors of s are `after[after_at[s]:after_at[s + 1]]`.
+
+    A *lane* is one (edge, sending replica, receiving replica): lane = edge_lane[e] + i * replicas of the receiver + j.
+    """
+
+    after_at: IntArray
+    after: IntArray
+    after_lane: IntArray  # first lane of the edge, beside `after`
+    before_at: IntArray
+    before: IntArray
+    before_lane: IntArray
+    edge_lane: IntArray  # first lane of each edge of the shape, and the number of lanes behind the last
+
+    @classmethod
+    def of(cls, shape: Shape) -> Neighbours:
+        edges = np.array(shape.edges, dtype=np.int32).reshape(-1, 2)
+        width = shape.stage_replicas[edges[:, 0]] * shape.stage_replicas[edges[:, 1]]
+        lanes = np.concatenate(([0], np.cumsum(width))).astype(np.int32)
+        forward = np.argsort(edges[:, 0], kind="stable")
+        backward = np.argsort(edges[:, 1], kind="stable")
+        bounds = np.arange(shape.stages + 1)
+        return cls(
+            after_at=np.searchsorted(edges[forward, 0], bounds).astype(np.int32),
+            after=edges[forward, 1].astype(np.int32),
+            after_lane=lanes[:-1][forward].astype(np.int32),
+            before_at=np.searchsorted(edges[backward, 1], bounds).astype(np.int32),
+            before=edges[backward, 0].astype(np.int32),
+            before_lane=lanes[:-1][backward].astype(np.int32),
+            edge_lane=lanes,
+        )

@@ -1,0 +1,1 @@
+"""Plan × micro-batches → Schedule: one small file a method."""

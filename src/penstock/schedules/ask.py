@@ -1,0 +1,46 @@
+"""What a builder is asked for, and the frames that builders share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.core.shape import Law, Shape, Sharing
+from penstock.errors import InputError
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request for a schedule. `stages` counts pipeline ranks; each holds `chunks` pieces of the model."""
+
+    name: str
+    stages: int
+    microbatches: int
+    batches: int = 1
+    chunks: int = 1
+    replicas: tuple[int, ...] = ()
+    edges: tuple[tuple[int, int], ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for what in ("stages", "microbatches", "batches", "chunks"):
+            value = getattr(self, what)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{what} to be a whole number of at least 1", repr(value), f"change {what}")
+
+    def shape(self, placement: tuple[int, ...], law: Law = Law.SYNC, sharing: Sharing = Sharing.SPLIT) -> Shape:
+        return Shape(
+            self.name, law, placement, self.microbatches, self.batches, self.replicas, sharing, self.edges
+        )
+
+    def straight(self, law: Law = Law.SYNC, sharing: Sharing = Sharing.SPLIT) -> Shape:
+        """One stage a rank, in order."""
+        return self.shape(tuple(range(self.stages)), law, sharing)
+
+    def looped(self) -> Shape:
+        """Stage s on rank s mod p: every pass over the ranks is one chunk."""
+        return self.shape(tuple(range(self.stages)) * self.chunks)
+
+    def folded(self) -> Shape:
+        """Two chunks a rank, placed as a V: down the ranks, and up again."""
+        return self.shape((*range(self.stages), *reversed(range(self.stages))))

@@ -1,0 +1,169 @@
+"""The methods by name, and the two verbs that build them: `schedule` (a plain list) and `loop` (a run without end)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from penstock.core.loop import Loop
+from penstock.core.schedule import Schedule
+from penstock.errors import InputError
+from penstock.schedules.ask import Ask
+from penstock.schedules.dapple import dapple
+from penstock.schedules.dualpipe_v import dualpipe_v
+from penstock.schedules.gpipe import gpipe
+from penstock.schedules.interleaved import interleaved
+from penstock.schedules.naive import naive
+from penstock.schedules.one_f_one_b import one_f_one_b
+from penstock.schedules.pipedream import pipedream
+from penstock.schedules.pipemare import pipemare
+from penstock.schedules.two_bw import two_bw
+from penstock.schedules.zb_v import zb_v
+from penstock.schedules.zero_bubble import zb_h1, zb_h2
+
+
+@dataclass(frozen=True)
+class Method:
+    """One named method: how to build it, what it is for, and what it needs."""
+
+    name: str
+    build: Callable[[Ask], Schedule | Loop]
+    summary: str
+    rule: str = "any m"
+    chunks: tuple[int, int] = (1, 1)  # fewest and most chunks a rank
+    asynchronous: bool = False
+    microbatches: int | None = None  # used when the caller gives none
+    options: dict[str, str] = field(default_factory=dict)
+
+
+MANY = 1 << 16
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method("naive", naive, "one micro-batch at a time through all ranks: the baseline without a pipeline"),
+        Method("gpipe", gpipe, "all forwards, then all backwards"),
+        Method("1f1b", one_f_one_b, "one forward, one backward: gpipe's time with less memory"),
+        Method(
+            "dapple",
+            dapple,
+            "early backward with K_i forwards ahead",
+            options={"policy": "'pa' or 'pb' (deeper warm-up for slow transfers)", "cap": "most live micro-batches, D"},
+        ),
+        Method("interleaved", interleaved, "1f1b with v chunks a rank: bubble / v", "m a multiple of p", (1, MANY)),
+        Method("zb-h1", zb_h1, "weight gradients run late: a smaller bubble at 1f1b's memory"),
+        Method("zb-h2", zb_h2, "weight gradients run later: hardly a bubble at twice the memory"),
+        Method("zb-v", zb_v, "two chunks placed as a V: hardly a bubble at 1f1b's memory", chunks=(2, 2)),
+        Method(
+            "dualpipe-v",
+            dualpipe_v,
+            "a V placement that pairs forwards with backwards",
+            "m at least 2p",
+            (2, 2),
+            options={"overlap": "True: F&B is one atomic action; False: F, then B"},
+        ),
+        Method(
+            "pipedream",
+            pipedream,
+            "no flush, one update a mini-batch, stashed weights",
+            asynchronous=True,
+            microbatches=1,
+            options={"stash": "False: forward and backward both take the newest weights", "vertical_sync": "True: all stages use the first stage's version"},
+        ),
+        Method("2bw", two_bw, "no flush, two weight versions, delay exactly one", "m at least p", asynchronous=True),
+        Method("pipemare", pipemare, "no flush, one weight copy, corrected for delay", asynchronous=True),
+    )
+}
+
+
+def schedule(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int | None = None,
+    batches: int | None = None,
+    chunks: int | None = None,
+    replicas: int | Sequence[int] = 1,
+    edges: Sequence[tuple[int, int]] = (),
+    **options: Any,
+) -> Schedule:
+    """The compute schedule of a named method: `schedule("1f1b", stages=4, microbatches=8)`."""
+    built = _build(name, stages, microbatches, batches, chunks, replicas, edges, options)
+    if isinstance(built, Schedule):
+        return built
+    return built.unroll(batches if batches is not None else _batches_to_see_it_steady(built))
+
+
+def loop(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int | None = None,
+    replicas: int | Sequence[int] = 1,
+    **options: Any,
+) -> Loop:
+    """An asynchronous method as fill, body and drain: a run of any length."""
+    built = _build(name, stages, microbatches, None, None, replicas, (), options)
+    if isinstance(built, Loop):
+        return built
+    names = ", ".join(method.name for method in METHODS.values() if method.asynchronous)
+    raise InputError(f"an asynchronous method ({names})", repr(name), "use schedule() for a synchronous one")
+
+
+def _build(
+    name: str,
+    stages: int,
+    microbatches: int | None,
+    batches: int | None,
+    chunks: int | None,
+    replicas: int | Sequence[int],
+    edges: Sequence[tuple[int, int]],
+    options: dict[str, Any],
+) -> Schedule | Loop:
+    method = find(name)
+    if microbatches is None:
+        microbatches = method.microbatches
+    if microbatches is None:
+        raise InputError(f"a number of micro-batches for {name}", "none", "give microbatches")
+    unknown = sorted(set(options) - set(method.options))
+    if unknown:
+        known = ", ".join(sorted(method.options)) or "none"
+        raise InputError(f"options that {name} has ({known})", ", ".join(unknown), "leave the others out")
+    counts = (replicas,) * stages if isinstance(replicas, int) else tuple(replicas)
+    ask = Ask(
+        name,
+        stages,
+        microbatches,
+        1 if batches is None else batches,
+        _chunks(method, chunks),
+        counts if stages >= 1 else (),
+        tuple(edges),
+        options,
+    )
+    return method.build(ask)
+
+
+def find(name: str) -> Method:
+    """The method of that name; a wrong name is answered with the nearest right ones."""
+    if name in METHODS:
+        return METHODS[name]
+    near = get_close_matches(name, METHODS, n=2) or sorted(METHODS)
+    raise InputError("the name of a method", repr(name), f"try {' or '.join(near)} (all: {', '.join(METHODS)})")
+
+
+def _chunks(method: Method, asked: int | None) -> int:
+    fewest, most = method.chunks
+    usual = max(fewest, 2) if most > 1 else 1
+    chunks = usual if asked is None else asked
+    if not fewest <= chunks <= most:
+        rule = f"exactly {fewest}" if fewest == most else f"at least {fewest}"
+        raise InputError(f"{rule} chunk(s) a rank for {method.name}", chunks, "change chunks or the method")
+    return chunks
+
+
+def _batches_to_see_it_steady(endless: Loop) -> int:
+    """Enough mini-batches for every rank to pass through its warm-up and some of the steady state."""
+    shape = endless.shape
+    ahead = max(int(rows.microbatch.max(initial=0)) for rows in endless.body) // shape.microbatches
+    return 2 * (ahead + endless.period)
