@@ -1,0 +1,168 @@
+"""Seconds and bytes of a stage: one set of formulas for planners and simulator (links.py has those of a transfer)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.cluster import Cluster
+from penstock.core.links import FloatArray, Links, cluster_links, pair_links, ring_seconds
+from penstock.core.plan import Plan
+from penstock.core.profile import Profile
+from penstock.core.shape import Shape
+from penstock.errors import InputError
+
+BoolArray = npt.NDArray[np.bool_]
+Numbers = float | Sequence[float] | FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class Footprint:
+    """What each stage keeps in memory, in bytes or in units of one stage's activations. One micro-batch, one device."""
+
+    activations: FloatArray  # A: kept from the forward to the backward
+    until_weight: FloatArray  # AW: the part that must stay until the weight gradient
+    inputs: FloatArray  # all that is kept of a forward that will be recomputed
+    weights: FloatArray  # one version of the weights
+    gradients: FloatArray
+    optimizer: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Seconds of every stage for one micro-batch on one device, of its reduction and update, and of every lane.
+
+    A replica that takes a share of the rows takes that share of the seconds and of the activations.
+    """
+
+    forward: FloatArray
+    input_grad: FloatArray
+    weight_grad: FloatArray
+    update: FloatArray
+    reduce: FloatArray
+    recompute: BoolArray
+    slowdown: FloatArray  # of each slot
+    links: Links
+    footprint: Footprint
+    overlap: float = 1.0  # seconds of F&B, as a fraction of F + B
+
+
+def shares(shape: Shape) -> FloatArray:
+    """The fraction of a micro-batch's rows that one replica of each stage handles."""
+    return np.ones(shape.stages) if shape.turns else 1.0 / shape.stage_replicas
+
+
+def per_rank(shape: Shape, what: str, numbers: Numbers) -> FloatArray:
+    """One number for every stage from one number, or one a rank, of which each of its chunks takes an equal part."""
+    values = np.atleast_1d(np.asarray(numbers, dtype=np.float64))
+    if values.shape not in ((1,), (shape.ranks,)):
+        raise InputError(f"{what} to be one number or one for each of {shape.ranks} stages", values.tolist(), "give either")
+    if not (np.isfinite(values).all() and (values >= 0).all()):
+        raise InputError(f"{what} to be finite and 0 or more", values.tolist(), f"correct {what}")
+    chunks = np.bincount(shape.stage_rank)
+    return (np.broadcast_to(values, (shape.ranks,)) / chunks)[shape.stage_rank]
+
+
+def _per_boundary(shape: Shape, numbers: Numbers) -> FloatArray:
+    """Transfer seconds of every edge, from one number or one a boundary: r is between ranks r and r + 1.
+
+    With chunks, boundary p - 1 closes the ring from the last rank to the first. A tensor that skips ranks pays for the
+    boundary it leaves by.
+    """
+    values = np.atleast_1d(np.asarray(numbers, dtype=np.float64))
+    if values.shape not in ((1,), (shape.ranks,), (shape.ranks - 1,)):
+        raise InputError(
+            f"transfer to be one number or one for each of {shape.ranks} stages", values.tolist(), "give either"
+        )
+    if not (np.isfinite(values).all() and (values >= 0).all()):
+        raise InputError("transfer to be finite and 0 or more", values.tolist(), "correct transfer")
+    if values.shape == (1,):
+        return np.full(len(shape.edges), values[0])
+    ring = np.append(values, 0.0) if len(values) == shape.ranks - 1 else values
+    ends = [(shape.placement[a], shape.placement[b]) for a, b in shape.edges]
+    return np.array([ring[min(a, b)] if abs(a - b) == 1 else ring[a] for a, b in ends])
+
+
+def flat_costs(
+    shape: Shape,
+    *,
+    forward: Numbers = 1.0,
+    input_grad: Numbers = 1.0,
+    weight_grad: Numbers = 1.0,
+    transfer: Numbers = 0.0,
+    update: Numbers = 0.0,
+    reduce: Numbers = 0.0,
+    weight_grad_memory: float = 0.5,
+    recompute: bool = False,
+    recompute_memory: float = 0.0,
+    overlap: float = 1.0,
+) -> Costs:
+    """Costs from a few numbers: those of a whole rank, activations in units of one rank's A."""
+    for what, value in (("weight_grad_memory", weight_grad_memory), ("recompute_memory", recompute_memory)):
+        if not 0 <= value <= 1:
+            raise InputError(f"{what} to be a fraction of A between 0 and 1", value, f"correct {what}")
+    if not 0 < overlap <= 1:
+        raise InputError("overlap to be above 0 and at most 1", overlap, "give F&B's seconds as a fraction of F + B")
+    activations = per_rank(shape, "activations", 1.0)
+    nothing = np.zeros(shape.stages)
+    return Costs(
+        forward=per_rank(shape, "forward", forward),
+        input_grad=per_rank(shape, "input_grad", input_grad),
+        weight_grad=per_rank(shape, "weight_grad", weight_grad),
+        update=per_rank(shape, "update", update),
+        reduce=per_rank(shape, "reduce", reduce),
+        recompute=np.full(shape.stages, recompute),
+        slowdown=np.ones(shape.slots),
+        links=pair_links(shape, _per_boundary(shape, transfer)),
+        footprint=Footprint(
+            activations, activations * weight_grad_memory, activations * recompute_memory, nothing, nothing, nothing
+        ),
+        overlap=overlap,
+    )
+
+
+def plan_costs(shape: Shape, profile: Profile, plan: Plan, cluster: Cluster) -> Costs:
+    """Costs of a plan: a stage's layers added up, on the devices and links that the plan gives it."""
+    layers = [profile.layers[stage.first : stage.last + 1] for stage in plan.stages]
+    if plan.stages[-1].last != len(profile.layers) - 1:
+        raise InputError(
+            f"a plan of the profile's {len(profile.layers)} layers", plan.stages[-1].last + 1, "plan this profile"
+        )
+
+    def total(name: str) -> FloatArray:
+        return np.array([sum(getattr(layer, name) for layer in stage) for stage in layers], dtype=np.float64)
+
+    crossing = profile.crossing(plan.cuts)
+    sizes = np.array([crossing.get(edge, 0.0) for edge in shape.edges])
+    incoming = np.array([sum(size for (_, b), size in crossing.items() if b == s) for s in range(shape.stages)])
+    devices = [slot[0] for slot in plan.slots]
+    parameters = total("parameter_bytes")
+    return Costs(
+        forward=total("forward"),
+        input_grad=total("input_grad"),
+        weight_grad=total("weight_grad"),
+        update=np.zeros(shape.stages),
+        reduce=np.array([_reduce_seconds(shape, s, parameters[s], devices, cluster) for s in range(shape.stages)]),
+        recompute=np.array([stage.recompute for stage in plan.stages]),
+        slowdown=np.array([1.0 / min(cluster.devices[d].speed for d in slot) for slot in plan.slots]),
+        links=cluster_links(shape, sizes, devices, cluster),
+        footprint=Footprint(
+            total("kept_bytes"),
+            total("kept_until_weight_bytes"),
+            incoming,
+            parameters + total("buffer_bytes"),
+            parameters,
+            total("optimizer_bytes"),
+        ),
+    )
+
+
+def _reduce_seconds(shape: Shape, stage: int, size: float, devices: Sequence[int], cluster: Cluster) -> float:
+    members = [devices[shape.slot(stage, j)] for j in range(int(shape.stage_replicas[stage]))]
+    if len(members) < 2:
+        return 0.0
+    level = cluster.levels[max(cluster.meeting_level(a, b) for a, b in zip(members, members[1:], strict=False))]
+    return ring_seconds(len(members), size, level.reduce_bandwidth or level.bandwidth, level.latency)

@@ -1,0 +1,105 @@
+"""What carries tensors from slot to slot, and the seconds of a transfer and of an all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.cluster import Cluster
+from penstock.core.shape import IntArray, Shape
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def ring_seconds(members: int, size: float, bandwidth: float, latency: float = 0.0) -> float:
+    """All-reduce of `size` bytes over a ring: each member sends and receives 2(n-1)/n of it in 2(n-1) steps."""
+    return 0.0 if members < 2 else 2 * (members - 1) / members * size / bandwidth + 2 * (members - 1) * latency
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """What carries each lane, forward ([0]) and backward ([1]); a lane is one (edge, sending, receiving replica).
+
+    `leave` and `enter` name the resources a transfer occupies for `seconds`; -1 is none. `latency` comes on top and
+    occupies nothing. `shared` says that different slots send over one resource, so that arrival order matters.
+    """
+
+    seconds: FloatArray  # (2, lanes)
+    latency: FloatArray
+    leave: IntArray
+    enter: IntArray
+    shared: bool
+
+    @property
+    def resources(self) -> int:
+        return int(max(self.leave.max(initial=-1), self.enter.max(initial=-1))) + 1
+
+    def free(self) -> Links:
+        """The same links, taking no time."""
+        nothing = np.zeros_like(self.seconds)
+        return replace(self, seconds=nothing, latency=nothing)
+
+
+def lane_ends(shape: Shape) -> list[tuple[int, int, int, int, float]]:
+    """(lane, sending slot, receiving slot, edge, fraction of the rows) of every lane between different ranks."""
+    found = []
+    first = shape.neighbours().edge_lane
+    for edge, (a, b) in enumerate(shape.edges):
+        if shape.placement[a] == shape.placement[b]:
+            continue
+        ours, theirs = int(shape.stage_replicas[a]), int(shape.stage_replicas[b])
+        for i in range(ours):
+            for j in range(theirs):
+                common = min((i + 1) / ours, (j + 1) / theirs) - max(i / ours, j / theirs)
+                fraction = 1.0 if shape.turns else common
+                if fraction > 1e-12:
+                    lane = int(first[edge]) + i * theirs + j
+                    found.append((lane, shape.slot(a, i), shape.slot(b, j), edge, fraction))
+    return found
+
+
+def _no_links(shape: Shape) -> tuple[FloatArray, FloatArray, IntArray, IntArray]:
+    lanes = int(shape.neighbours().edge_lane[-1])
+    nothing = np.zeros((2, lanes))
+    nobody = np.full((2, lanes), -1, dtype=np.int32)
+    return nothing, nothing.copy(), nobody, nobody.copy()
+
+
+def pair_links(shape: Shape, seconds: FloatArray) -> Links:
+    """A full-duplex link of its own between any two slots, carrying one tensor at a time each way.
+
+    `seconds[edge]` is what a whole micro-batch takes over that edge, either way.
+    """
+    time, latency, leave, enter = _no_links(shape)
+    names: dict[tuple[int, int], int] = {}
+    for lane, a, b, edge, fraction in lane_ends(shape):
+        time[:, lane] = seconds[edge] * fraction
+        leave[0, lane] = names.setdefault((a, b), len(names))
+        leave[1, lane] = names.setdefault((b, a), len(names))
+    return Links(time, latency, leave, enter, shared=False)
+
+
+def cluster_links(shape: Shape, sizes: FloatArray, devices: Sequence[int], cluster: Cluster) -> Links:
+    """The links of a cluster: `sizes[edge]` bytes of a whole micro-batch, `devices[slot]` the device of each slot."""
+    time, latency, leave, enter = _no_links(shape)
+    names: dict[tuple[object, ...], int] = {}
+    senders: dict[int, set[int]] = {}
+    for lane, a, b, edge, fraction in lane_ends(shape):
+        at = cluster.meeting_level(devices[a], devices[b])
+        level = cluster.levels[at]
+        time[:, lane] = sizes[edge] * fraction / level.bandwidth
+        latency[:, lane] = level.latency
+        for way, (source, target) in enumerate(((a, b), (b, a))):
+            if level.shared:
+                leaving = ("out", at, cluster.group(devices[source], at))
+                enter[way, lane] = names.setdefault(("in", at, cluster.group(devices[target], at)), len(names))
+            else:
+                leaving = ("pair", devices[source], devices[target])
+            leave[way, lane] = names.setdefault(leaving, len(names))
+            for resource in (leave[way, lane], enter[way, lane]):
+                senders.setdefault(int(resource), set()).add(source)
+    shared = any(len(slots) > 1 for resource, slots in senders.items() if resource >= 0)
+    return Links(time, latency, leave, enter, shared)

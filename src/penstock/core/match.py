@@ -1,0 +1,92 @@
+"""Which receive belongs to which send: by edge, micro-batch, and the two replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.core.action import Op
+from penstock.core.jit import kernel
+from penstock.core.schedule import LongArray, OpArray, Schedule
+
+SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
+
+STRAY, DOUBLED = 1, 2  # what can be wrong with a transfer by itself: no such edge or replica; there twice
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """Sends and receives by (way, lane, micro-batch); -1 where there is none. Way 0 is forward, 1 backward."""
+
+    sends: LongArray  # (2, lanes, total)
+    receives: LongArray
+    lane: LongArray  # of every transfer row, -1 elsewhere
+    flaw: OpArray  # STRAY or DOUBLED, by row
+
+
+def match(schedule: Schedule) -> Match:
+    """Pair the transfers of a lowered schedule."""
+    shape, rows, near = schedule.shape, schedule.rows, schedule.shape.neighbours()
+    lanes = int(near.edge_lane[-1])
+    sends = np.full((2, lanes, shape.total), -1, dtype=np.int64)
+    receives = np.full((2, lanes, shape.total), -1, dtype=np.int64)
+    lane = np.full(len(rows), -1, dtype=np.int64)
+    flaw = np.zeros(len(rows), dtype=np.uint8)
+    _match(
+        len(rows),
+        *(rows.op, rows.stage, rows.microbatch, rows.peer, rows.replica, schedule.starts),
+        *(shape.slot_rank, shape.slot_replica, shape.stage_rank, shape.stage_replicas),
+        *(near.after_at, near.after, near.after_lane),
+        *(shape.total, shape.microbatches, shape.turns),
+        *(sends, receives, lane, flaw),
+    )
+    return Match(sends, receives, lane, flaw)
+
+
+@kernel
+def _match(
+    op, stage, microbatch, peer, replica, starts,
+    slot_rank, slot_replica, stage_rank, stage_replicas,
+    after_at, after, after_lane,
+    total, per_batch, turns,
+    sends, receives, lane, flaw,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    stages = len(stage_rank)
+    for slot in range(len(slot_rank)):
+        rank, own = slot_rank[slot], slot_replica[slot]
+        for row in range(starts[slot], starts[slot + 1]):
+            o = op[row]
+            if o < SEND_F or o > RECV_B:
+                continue
+            s, other, their, k = stage[row], peer[row], replica[row], microbatch[row]
+            flaw[row] = STRAY
+            if not (0 <= s < stages and 0 <= other < stages and 0 <= k < total):
+                continue
+            if stage_rank[s] != rank or stage_rank[other] == rank or not 0 <= their < stage_replicas[other]:
+                continue
+            # The activation runs from `a`, replica i, to `b`, replica j; the gradient the other way over the same lane.
+            if o == SEND_F or o == RECV_B:
+                a, i, b, j = s, own, other, their
+            else:
+                a, i, b, j = other, their, s, own
+            ours, theirs = stage_replicas[a], stage_replicas[b]
+            if turns:
+                turn = k // per_batch
+                meets = i == turn % ours and j == turn % theirs
+            else:
+                meets = i * theirs < (j + 1) * ours and j * ours < (i + 1) * theirs
+            if not meets:
+                continue
+            for e in range(after_at[a], after_at[a + 1]):
+                if after[e] == b:
+                    at = after_lane[e] + i * theirs + j
+                    way = 0 if o == SEND_F or o == RECV_F else 1
+                    lane[row] = at
+                    if o == SEND_F or o == SEND_B:
+                        flaw[row] = DOUBLED if sends[way, at, k] >= 0 else 0
+                        sends[way, at, k] = row
+                    else:
+                        flaw[row] = DOUBLED if receives[way, at, k] >= 0 else 0
+                        receives[way, at, k] = row
+                    break

@@ -1,0 +1,166 @@
+"""What a slot holds in memory, by kind, as its list of actions goes by.
+
+A slot does one thing at a time, so the order of its list alone decides its memory; times only place it on the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from penstock.core.action import Op
+from penstock.core.cost import BoolArray, Costs, shares
+from penstock.core.links import FloatArray
+from penstock.core.schedule import Schedule
+from penstock.core.shape import Law
+
+
+class Kind(StrEnum):
+    WEIGHTS = "weights"
+    VERSIONS = "versions"  # older weights that some backward still needs
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    HELD = "held"  # what must stay between input and weight gradient
+    RECOMPUTE = "recompute"  # activations made a second time
+
+
+ACTIVATION_KINDS = (Kind.ACTIVATIONS, Kind.HELD, Kind.RECOMPUTE)
+Changes = tuple[FloatArray, FloatArray]  # by row: change when it starts, change when it ends
+
+
+def activation_changes(schedule: Schedule, costs: Costs) -> dict[Kind, Changes]:
+    """What each row does to the activations of its slot."""
+    op, stage = schedule.rows.op, schedule.rows.stage
+    foot, share = costs.footprint, shares(schedule.shape)
+    full, late = foot.activations * share, foot.until_weight * share
+    kept = np.where(costs.recompute, foot.inputs * share, full)
+    forward, full_backward, weight = (op == Op.F) | (op == Op.FB), op == Op.B, op == Op.W
+    split = op == Op.I
+    backward = full_backward | split
+
+    def where(mask: BoolArray, per_stage: FloatArray) -> FloatArray:
+        change = np.zeros(len(op))
+        change[mask] = per_stage[stage[mask]]
+        return change
+
+    remade = where(backward, full - kept)
+    return {
+        Kind.ACTIVATIONS: (where(forward, kept), where(backward, -kept)),
+        Kind.HELD: (np.zeros(len(op)), where(split, late) + where(weight, -late)),
+        Kind.RECOMPUTE: (remade, -remade),
+    }
+
+
+def version_changes(schedule: Schedule) -> Changes:
+    """What each row of a lowered schedule does to the number of weight versions alive: each seat starts with one.
+
+    A version lives until its last use, the newest one in any case. An update whose old version nobody needs any more
+    replaces it and changes nothing.
+    """
+    shape, rows = schedule.shape, schedule.rows
+    begins, ends = np.zeros(len(rows)), np.zeros(len(rows))
+    if shape.law is Law.SYNC:
+        return begins, ends
+    seat = shape.seats[rows.stage] + shape.slot_replica[schedule.slot_of_rows()]
+    width = int(rows.version.max(initial=0)) + 2
+    place = seat.astype(np.int64) * width + rows.version
+    uses = np.flatnonzero(rows.op <= Op.FB)
+    updates = np.flatnonzero(rows.op == Op.UPDATE)
+    last_use = np.full(int(shape.seats[-1]) * width, -1, dtype=np.int64)
+    last_use[place[uses]] = uses  # rows ascend, so the last one stays
+    outlived = last_use[place[updates] - 1]  # last use of the version that this update follows
+    needed = outlived > updates
+    begins[updates[needed]] = 1.0
+    np.add.at(ends, outlived[needed], -1.0)
+    return begins, ends
+
+
+def gradient_changes(schedule: Schedule, costs: Costs) -> Changes:
+    """Gradient buffers live from the first backward of a round to the end of its update."""
+    shape, rows = schedule.shape, schedule.rows
+    begins, ends = np.zeros(len(rows)), np.zeros(len(rows))
+    slot = schedule.slot_of_rows()
+    for at in range(shape.slots):
+        for stage in shape.stages_of(int(shape.slot_rank[at])):
+            mine = (slot == at) & (rows.stage == stage)
+            updates = np.flatnonzero(mine & (rows.op == Op.UPDATE))
+            made = np.flatnonzero(mine & ((rows.op == Op.B) | (rows.op == Op.W)))
+            rounds = np.searchsorted(updates, made)
+            first = made[np.unique(rounds, return_index=True)[1]]
+            begins[first] = costs.footprint.gradients[stage]
+            ends[updates[np.unique(rounds[rounds < len(updates)])]] = -costs.footprint.gradients[stage]
+    return begins, ends
+
+
+def levels(schedule: Schedule, changes: Changes) -> Changes:
+    """The level on its slot after each row has started, and after it has ended."""
+    level = np.cumsum(np.stack(changes, axis=1).ravel())
+    before = np.concatenate(([0.0], level))[2 * schedule.starts[:-1]]
+    level -= np.repeat(before, 2 * np.diff(schedule.starts))
+    return level[0::2], level[1::2]
+
+
+def highest(schedule: Schedule, begun: FloatArray, ended: FloatArray) -> FloatArray:
+    """The highest level on every slot."""
+    top = np.zeros(schedule.shape.slots)
+    slot = schedule.slot_of_rows()
+    np.maximum.at(top, slot, begun)
+    np.maximum.at(top, slot, ended)
+    return top
+
+
+def most_versions(schedule: Schedule) -> FloatArray:
+    """Most weight versions alive on every slot of a lowered schedule, on one of its stages."""
+    return 1.0 + highest(schedule, *levels(schedule, version_changes(schedule)))
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Bytes on every slot, by kind: `standing` all the time, `begun` and `ended` on top, after each row's start and end."""
+
+    standing: dict[Kind, FloatArray]  # by slot
+    begun: dict[Kind, FloatArray]  # by row
+    ended: dict[Kind, FloatArray]
+
+    @classmethod
+    def predicted(cls, schedule: Schedule, costs: Costs) -> Memory:
+        shape, foot = schedule.shape, costs.footprint
+        births, deaths = version_changes(schedule)
+        changes = {
+            Kind.VERSIONS: (births * foot.weights[schedule.rows.stage], deaths * foot.weights[schedule.rows.stage]),
+            Kind.GRADIENTS: gradient_changes(schedule, costs),
+            **activation_changes(schedule, costs),
+        }
+        by_row = {kind: levels(schedule, change) for kind, change in changes.items()}
+        weights = np.bincount(shape.stage_rank, foot.weights, shape.ranks)[shape.slot_rank]
+        optimizer = np.bincount(shape.stage_rank, foot.optimizer, shape.ranks)[shape.slot_rank]
+        return cls(
+            {Kind.WEIGHTS: weights, Kind.OPTIMIZER: optimizer},
+            {kind: begun for kind, (begun, _) in by_row.items()},
+            {kind: ended for kind, (_, ended) in by_row.items()},
+        )
+
+    def peak(self, schedule: Schedule, kinds: Iterable[Kind] = tuple(Kind)) -> FloatArray:
+        """The highest sum of some kinds on every slot."""
+        wanted = set(kinds)
+        nothing = np.zeros(len(schedule))
+        begun = sum((level for kind, level in self.begun.items() if kind in wanted), nothing)
+        ended = sum((level for kind, level in self.ended.items() if kind in wanted), nothing)
+        always = sum((level for kind, level in self.standing.items() if kind in wanted), np.zeros(schedule.shape.slots))
+        return highest(schedule, begun, ended) + always
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            part: {kind.value: values.tolist() for kind, values in getattr(self, part).items()}
+            for part in ("standing", "begun", "ended")
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Memory:
+        parts = ({Kind(kind): np.array(values) for kind, values in data[p].items()} for p in ("standing", "begun", "ended"))
+        return cls(*parts)

@@ -1,0 +1,99 @@
+"""How a model is cut, placed and scheduled: what a planner decides and an engine carries out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.errors import InputError
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: the layers `first` to `last` (both included), and whether it recomputes or offloads activations."""
+
+    first: int
+    last: int
+    recompute: bool = False
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages in model order, the rank that holds each, and the devices of each slot of each rank.
+
+    `devices[rank][replica]` lists the devices of that slot: one, or its tensor group. Tensor parallelism lives only
+    here; a schedule never sees it.
+    """
+
+    stages: tuple[StagePlan, ...]
+    placement: tuple[int, ...]
+    devices: tuple[tuple[tuple[int, ...], ...], ...]
+    schedule: str
+    microbatches: int
+    batches: int = 1
+    options: tuple[tuple[str, Any], ...] = ()  # of the schedule, as sorted pairs
+
+    def __post_init__(self) -> None:
+        if len(self.stages) != len(self.placement):
+            raise InputError(f"one rank for each of {len(self.stages)} stages", len(self.placement), "complete the plan")
+        if set(self.placement) != set(range(len(self.devices))):
+            raise InputError(
+                f"ranks 0 to {len(self.devices) - 1} in the placement", sorted(set(self.placement)), "correct the plan"
+            )
+        for before, stage in zip((None, *self.stages), self.stages, strict=False):
+            expected = 0 if before is None else before.last + 1
+            if stage.first != expected or stage.last < stage.first:
+                raise InputError(
+                    f"a stage that begins at layer {expected} and holds at least one",
+                    (stage.first, stage.last),
+                    "give every layer to exactly one stage, in order",
+                )
+        taken = [device for rank in self.devices for slot in rank for device in slot]
+        if len(taken) != len(set(taken)) or not all(slot for rank in self.devices for slot in rank):
+            raise InputError("each slot to have devices of its own", self.devices, "give every slot different devices")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.devices)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(len(rank) for rank in self.devices)
+
+    @property
+    def chunks(self) -> int:
+        return len(self.stages) // self.ranks
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Layers at which the second, third, ... stage begins."""
+        return tuple(stage.first for stage in self.stages[1:])
+
+    @property
+    def slots(self) -> tuple[tuple[int, ...], ...]:
+        """Devices of every slot, in the order of a schedule's slots."""
+        return tuple(slot for rank in self.devices for slot in rank)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "stages": [asdict(stage) for stage in self.stages],
+            "placement": list(self.placement),
+            "devices": [[list(slot) for slot in rank] for rank in self.devices],
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "batches": self.batches,
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        return cls(
+            stages=tuple(StagePlan(**stage) for stage in data["stages"]),
+            placement=tuple(data["placement"]),
+            devices=tuple(tuple(tuple(slot) for slot in rank) for rank in data["devices"]),
+            schedule=data["schedule"],
+            microbatches=data["microbatches"],
+            batches=data["batches"],
+            options=tuple(sorted(data["options"].items())),
+        )

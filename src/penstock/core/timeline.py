@@ -1,0 +1,116 @@
+"""When everything happened: the same type for a prediction and for a measured run, so that one can be taken from the
+other and every report serves both.
+
+Two views of idleness, always both: the *barrier view* counts from the first start to the last end anywhere, because a
+step that ends in clipping or a NaN check ends for all at once; a rank's *own view* counts between its own first and
+last action.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from penstock.core.action import Op
+from penstock.core.cost import Costs
+from penstock.core.links import FloatArray
+from penstock.core.memory import ACTIVATION_KINDS, Memory, most_versions
+from penstock.core.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Start and end seconds of every row of a lowered schedule.
+
+    A send spans its stay on the link, a receive the slot's wait for it. Memory comes from the costs of a prediction,
+    or was recorded.
+    """
+
+    schedule: Schedule
+    start: FloatArray
+    end: FloatArray
+    measured: bool = False
+    costs: Costs | None = None
+    recorded: Memory | None = None
+
+    @cached_property
+    def memory(self) -> Memory | None:
+        """Bytes by kind, or None where nobody counted."""
+        if self.recorded is None and self.costs is not None:
+            return Memory.predicted(self.schedule, self.costs)
+        return self.recorded
+
+    @property
+    def peak_activations(self) -> FloatArray:
+        """The most activations every slot holds: those of forwards, of weight gradients to come, and recomputed ones."""
+        memory = self.memory
+        return np.zeros(self.schedule.shape.slots) if memory is None else memory.peak(self.schedule, ACTIVATION_KINDS)
+
+    @cached_property
+    def weight_versions(self) -> FloatArray:
+        """The most weight versions alive on every slot."""
+        return most_versions(self.schedule)
+
+    @cached_property
+    def _busy(self) -> np.ndarray:
+        """Rows during which a slot computes; the backward of an overlapped pair is counted with its forward."""
+        op = self.schedule.rows.op
+        busy = (op <= Op.FB) | (op == Op.UPDATE)
+        busy[1:] &= op[:-1] != Op.FB
+        return busy
+
+    @property
+    def makespan(self) -> float:
+        return float(self.end.max(initial=0.0) - self.start.min(initial=0.0)) if len(self.end) else 0.0
+
+    @cached_property
+    def work(self) -> FloatArray:
+        """Seconds of compute of every slot."""
+        seconds = np.where(self._busy, self.end - self.start, 0.0)
+        return np.bincount(self.schedule.slot_of_rows(), seconds, self.schedule.shape.slots)
+
+    @property
+    def idle(self) -> FloatArray:
+        """Barrier view: makespan minus work, of every slot."""
+        return self.makespan - self.work
+
+    @cached_property
+    def idle_own(self) -> FloatArray:
+        """Own view: between a slot's own first and last compute action."""
+        busy = self._busy & (self.schedule.rows.op <= Op.FB)
+        slot = self.schedule.slot_of_rows()[busy]
+        first = np.full(self.schedule.shape.slots, np.inf)
+        last = np.full(self.schedule.shape.slots, -np.inf)
+        np.minimum.at(first, slot, self.start[busy])
+        np.maximum.at(last, slot, self.end[busy])
+        worked = np.bincount(slot, (self.end - self.start)[busy], self.schedule.shape.slots)
+        return np.where(last >= first, last - first - worked, 0.0)
+
+    @property
+    def utilisation(self) -> float:
+        """The share of slots that are busy, on average over the makespan."""
+        return float(self.work.mean() / self.makespan) if self.makespan > 0 else 1.0
+
+    @property
+    def bubble(self) -> float:
+        return 1.0 - self.utilisation
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "timeline": self.schedule.to_json(),
+            "start": self.start.tolist(),
+            "end": self.end.tolist(),
+            "measured": self.measured,
+            "memory": None if self.memory is None else self.memory.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Timeline:
+        schedule = Schedule.from_json(data["timeline"])
+        recorded = None if data["memory"] is None else Memory.from_json(data["memory"])
+        return cls(
+            schedule, np.array(data["start"]), np.array(data["end"]), bool(data["measured"]), recorded=recorded
+        )

@@ -1,0 +1,56 @@
+"""Schedule × costs → Timeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.core.check import require
+from penstock.core.cluster import Cluster
+from penstock.core.cost import Costs, flat_costs, plan_costs
+from penstock.core.lower import lower
+from penstock.core.match import match
+from penstock.core.plan import Plan
+from penstock.core.profile import Profile
+from penstock.core.schedule import Schedule
+from penstock.core.timeline import Timeline
+from penstock.errors import InputError
+from penstock.simulator.run import run
+
+
+def simulate(
+    schedule: Schedule,
+    *,
+    profile: Profile | None = None,
+    plan: Plan | None = None,
+    cluster: Cluster | None = None,
+    **numbers: Any,
+) -> Timeline:
+    """Predict when everything happens, from a few numbers or from a profile, a plan and a cluster.
+
+    `numbers` are those of `flat_costs`: `forward=1.0, input_grad=1.0, weight_grad=1.0, transfer=0.0, ...`, each one
+    number or one a stage.
+    """
+    given = (profile, plan, cluster)
+    if profile is None and plan is None and cluster is None:
+        return simulate_costs(schedule, flat_costs(schedule.shape, **numbers))
+    if profile is None or plan is None or cluster is None or numbers:
+        missing = [name for name, value in zip(("profile", "plan", "cluster"), given, strict=True) if value is None]
+        raise InputError(
+            "profile, plan and cluster together, or numbers alone",
+            f"no {', '.join(missing)}" if missing else f"also {', '.join(numbers)}",
+            "give the three together and no numbers beside them",
+        )
+    return simulate_costs(schedule, plan_costs(schedule.shape, profile, plan, cluster))
+
+
+def simulate_costs(schedule: Schedule, costs: Costs) -> Timeline:
+    """The same from costs. The schedule is proven sound first."""
+    full = lower(schedule)
+    require(full)
+    return clock(full, costs)
+
+
+def clock(full: Schedule, costs: Costs) -> Timeline:
+    """Time a lowered schedule that is known to be sound."""
+    start, end, _ = run(full, match(full), costs)
+    return Timeline(full, start, end, costs=costs)
