@@ -1,0 +1,90 @@
+"""Where every compute action stands: one table for the checker's laws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.core.action import Op
+from penstock.core.jit import kernel
+from penstock.core.schedule import LongArray, OpArray, Schedule
+from penstock.core.shape import IntArray
+
+F, B, I, W, FB, RECV_B, RESHARD = (int(op) for op in (Op.F, Op.B, Op.I, Op.W, Op.FB, Op.RECV_B, Op.RESHARD))
+
+NO_STAGE, NO_MICROBATCH, ELSEWHERE, DOUBLED, LONE = 1, 2, 3, 4, 5  # what can be wrong with a row by itself
+
+
+@dataclass(frozen=True, eq=False)
+class Census:
+    """Row of the forward, the backward (B or I) and the weight gradient, by (share, micro-batch); -1 where there is none.
+
+    A share is one replica of a stage where replicas split micro-batches, and the whole stage where they take turns:
+    share = first[stage] + (replica or 0).
+    """
+
+    first: IntArray
+    forward: LongArray  # (shares, total)
+    backward: LongArray
+    weight: LongArray
+    flaw: OpArray  # by row
+
+    def share(self, stage: IntArray, replica: IntArray, turns: bool) -> IntArray:
+        return self.first[stage] if turns else self.first[stage] + replica
+
+
+def census(schedule: Schedule) -> Census:
+    shape, rows = schedule.shape, schedule.rows
+    width = np.ones_like(shape.stage_replicas) if shape.turns else shape.stage_replicas
+    first = np.concatenate(([0], np.cumsum(width))).astype(np.int32)
+    tables = [np.full((int(first[-1]), shape.total), -1, dtype=np.int64) for _ in range(3)]
+    flaw = np.zeros(len(rows), dtype=np.uint8)
+    _count(
+        len(rows),
+        *(rows.op, rows.stage, rows.microbatch, schedule.starts),
+        *(shape.slot_rank, shape.slot_replica, shape.stage_rank, shape.stage_replicas, first),
+        *(shape.total, shape.microbatches, shape.turns),
+        *(*tables, flaw),
+    )
+    return Census(first, *tables, flaw)
+
+
+@kernel
+def _count(
+    op, stage, microbatch, starts,
+    slot_rank, slot_replica, stage_rank, stage_replicas, first,
+    total, per_batch, turns,
+    forward, backward, weight, flaw,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    for slot in range(len(slot_rank)):
+        rank, own = slot_rank[slot], slot_replica[slot]
+        for row in range(starts[slot], starts[slot + 1]):
+            o, s, k = op[row], stage[row], microbatch[row]
+            if not 0 <= s < len(stage_rank):
+                flaw[row] = NO_STAGE
+            elif stage_rank[s] != rank:
+                flaw[row] = ELSEWHERE
+            elif o <= RECV_B and not 0 <= k < total:
+                flaw[row] = NO_MICROBATCH
+            elif o <= FB:
+                if turns and (k // per_batch) % stage_replicas[s] != own:
+                    flaw[row] = ELSEWHERE
+                    continue
+                share = first[s] if turns else first[s] + own
+                if o == F or o == FB:
+                    if forward[share, k] >= 0:
+                        flaw[row] = DOUBLED
+                    else:
+                        forward[share, k] = row
+                        if o == FB and not (row + 1 < starts[slot + 1] and op[row + 1] == B):
+                            flaw[row] = LONE
+                elif o == B or o == I:
+                    if backward[share, k] >= 0:
+                        flaw[row] = DOUBLED
+                    else:
+                        backward[share, k] = row
+                elif weight[share, k] >= 0:
+                    flaw[row] = DOUBLED
+                else:
+                    weight[share, k] = row

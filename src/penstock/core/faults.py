@@ -1,0 +1,76 @@
+"""What `check` finds: every fault at once, each with its place in the printed grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.core.schedule import Schedule
+
+DRAWN = 20  # faults that are written out; the rest are counted
+AROUND = 4  # words shown on either side of a fault
+
+
+class FaultKind(StrEnum):
+    STRAY = "stray"  # no such stage, micro-batch, edge or replica, or not on this rank
+    MISSING = "missing"
+    DOUBLED = "doubled"
+    ORDER = "order"  # backward before forward, weight before input gradient, receive after use, ...
+    PARTNER = "partner"  # a transfer without its other end
+    VERSION = "version"  # a weight version that is not there, or not the one the method's law names
+    UPDATE = "update"  # a reduction or update missing, too early or out of order
+    DEADLOCK = "deadlock"
+    CHANNEL = "channel"  # receives in another order than the sends, where transfers are in order
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One broken law. `cell` is the place in the slot's printed line, -1 when the fault is something not there."""
+
+    kind: FaultKind
+    slot: int
+    cell: int
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class Report:
+    """All faults of one schedule; empty means that it is sound."""
+
+    schedule: Schedule
+    faults: tuple[Fault, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+    def __str__(self) -> str:
+        if self.ok:
+            return "sound: every law holds"
+        lines = [f"{len(self.faults)} fault{'s' if len(self.faults) > 1 else ''} in schedule {self.schedule.shape.name!r}"]
+        for number, fault in enumerate(self.faults[:DRAWN], 1):
+            lines += [f"{number:3}. {_place(self.schedule, fault.slot)}: {fault.message}", *_excerpt(self.schedule, fault)]
+        if len(self.faults) > DRAWN:
+            lines.append(f"     and {len(self.faults) - DRAWN} more")
+        return "\n".join(lines)
+
+
+def _place(schedule: Schedule, slot: int) -> str:
+    rank, replica = int(schedule.shape.slot_rank[slot]), int(schedule.shape.slot_replica[slot])
+    return f"rank {rank}" + (f" replica {replica}" if schedule.shape.replicas[rank] > 1 else "")
+
+
+def _excerpt(schedule: Schedule, fault: Fault) -> list[str]:
+    """The words around a fault, and a mark below the one it points at."""
+    if fault.cell < 0:
+        return []
+    words = [str(action) for action in schedule.actions(fault.slot)]
+    first, last = max(0, fault.cell - AROUND), min(len(words), fault.cell + AROUND + 1)
+    lead = "     " + ("… " if first else "")
+    before = "".join(word + " " for word in words[first : fault.cell])
+    line = lead + " ".join(words[first:last]) + (" …" if last < len(words) else "")
+    return [line, " " * (len(lead) + len(before)) + "^" * len(words[fault.cell])]

@@ -1,0 +1,95 @@
+"""Can every slot reach the end of its list? And if not, who waits for whom?
+
+Three kinds of transfer. *Buffered*: a send never waits, a receive waits for its own message. *In order*: the same, but a
+pair of slots delivers messages in the order they were sent, so receives must stand in that order. *Blocking*: a send
+waits until the other slot stands at the matching receive; a sound schedule may rightly fail there.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+
+from penstock.core.action import Op
+from penstock.core.jit import kernel
+from penstock.core.match import Match
+from penstock.core.schedule import LongArray, Schedule
+
+SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
+REDUCE, UPDATE = int(Op.REDUCE), int(Op.UPDATE)
+
+
+class Transfers(StrEnum):
+    BUFFERED = "buffered"
+    IN_ORDER = "in-order"
+    BLOCKING = "blocking"
+
+
+def reach(schedule: Schedule, pairs: Match, blocking: bool) -> LongArray:
+    """The row at which each slot gets stuck: the end of its list when it does not."""
+    shape, rows = schedule.shape, schedule.rows
+    at = schedule.starts[:-1].copy()
+    _advance(
+        len(rows),
+        *(rows.op, rows.stage, rows.microbatch, rows.peer, rows.replica, schedule.starts),
+        *(shape.stage_replicas, shape.first_slot[shape.stage_rank]),
+        *(pairs.sends, pairs.receives, pairs.lane, blocking, at),
+    )
+    return at
+
+
+@kernel
+def _advance(
+    op, stage, microbatch, peer, replica, starts,
+    stage_replicas, stage_slot,
+    sends, receives, lane, blocking, at,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    slots = len(at)
+    entered = np.zeros(len(stage_slot), dtype=np.int64)  # slots of a stage in its open reduction
+    reduced = np.ones((len(stage_slot), slots), dtype=np.bool_)
+    ready = [slot for slot in range(slots)]
+    while len(ready) > 0:
+        slot = ready.pop()
+        while at[slot] < starts[slot + 1]:
+            row = at[slot]
+            o, s = op[row], stage[row]
+            if SEND_F <= o <= RECV_B:
+                sending = o == SEND_F or o == SEND_B
+                way = 0 if o == SEND_F or o == RECV_F else 1
+                other = receives[way, lane[row], microbatch[row]] if sending else sends[way, lane[row], microbatch[row]]
+                target = stage_slot[peer[row]] + replica[row]
+                if blocking:
+                    if at[target] != other:
+                        break
+                    at[target] = other + 1  # both ends meet, and both go on
+                    ready.append(target)
+                elif sending:
+                    if at[target] == other:
+                        ready.append(target)
+                elif at[target] <= other:
+                    break
+            elif o == REDUCE:
+                entered[s] += 1
+                reduced[s, slot] = False
+                if entered[s] == stage_replicas[s]:
+                    entered[s] = 0
+                    for member in range(stage_slot[s], stage_slot[s] + stage_replicas[s]):
+                        reduced[s, member] = True
+                        ready.append(member)
+            elif o == UPDATE and not reduced[s, slot]:
+                break
+            at[slot] = row + 1
+
+
+def out_of_order(schedule: Schedule, pairs: Match) -> LongArray:
+    """Receives that stand before one whose message was sent earlier over the same pair of slots."""
+    slot = schedule.slot_of_rows()
+    sent, received = pairs.sends.ravel(), pairs.receives.ravel()
+    both = (sent >= 0) & (received >= 0)
+    sent, received = sent[both], received[both]
+    channel = slot[sent].astype(np.int64) * schedule.shape.slots + slot[received]
+    by_sending = np.lexsort((sent, channel))
+    received, channel = received[by_sending], channel[by_sending]
+    early = (np.diff(received) < 0) & (np.diff(channel) == 0)
+    return np.sort(received[1:][early])

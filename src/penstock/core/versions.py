@@ -1,0 +1,119 @@
+"""The laws of weight versions, reductions and updates, row by row.
+
+A slot's list is read in order with what each of its stages has: the newest version, the gradients gathered for the next
+one, and whether they have been reduced. By the law of the schedule a forward of micro-batch k (mini-batch b) names
+
+    sync      b, and it is the newest          2bw       max(b - 1, 0), and it is one of the two newest
+    stash     the newest                       newest    the newest
+    vertical  what the first stage's forward of k named, counted in mini-batches
+
+and a backward names the same as its forward, except under `newest`, where it names the newest of its own moment.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.core.action import Op
+from penstock.core.census import Census
+from penstock.core.jit import helper, kernel
+from penstock.core.schedule import IntArray, OpArray, Schedule
+from penstock.core.shape import Law
+
+F, B, W, FB, REDUCE, UPDATE = (int(op) for op in (Op.F, Op.B, Op.W, Op.FB, Op.REDUCE, Op.UPDATE))
+SYNC, STASH, VERTICAL, NEWEST, TWO_BW = range(5)
+CODE = {Law.SYNC: SYNC, Law.STASH: STASH, Law.VERTICAL: VERTICAL, Law.NEWEST: NEWEST, Law.TWO_BW: TWO_BW}
+
+NOT_YET, DROPPED, NOT_LAWFUL = 1, 2, 3  # of a version that an action names
+OUT_OF_ORDER, INCOMPLETE, UNREDUCED, NEEDLESS = 4, 5, 6, 7  # of an update or reduction
+
+
+def version_flaws(schedule: Schedule, seen: Census) -> tuple[OpArray, IntArray, IntArray]:
+    """By row: what is wrong, and the version there should be; by (stage, slot): the newest version at the end."""
+    shape, rows = schedule.shape, schedule.rows
+    flaw, wanted = np.zeros(len(rows), dtype=np.uint8), np.full(len(rows), -1, dtype=np.int32)
+    newest = np.zeros((shape.stages, shape.slots), dtype=np.int32)
+    _read(
+        len(rows),
+        *(rows.op, rows.stage, rows.microbatch, rows.version, schedule.starts),
+        *(shape.slot_replica, shape.stage_replicas, seen.first, seen.forward, seen.flaw),
+        *(shape.microbatches, shape.batches, shape.turns, CODE[shape.law]),
+        *(flaw, wanted, newest),
+    )
+    return flaw, wanted, newest
+
+
+@helper
+def _lawful(law, is_forward, s, k, newest, own_forward, first_forward, version, per_batch, stage_replicas):  # type: ignore[no-untyped-def]  # fmt: skip
+    """The version that the law names, or -1 where a missing action leaves it open."""
+    batch = k // per_batch
+    if law == SYNC:
+        return batch
+    if law == TWO_BW:
+        return max(batch - 1, 0)
+    if law == NEWEST or (is_forward and (law == STASH or s == 0)):
+        return newest
+    if not is_forward:
+        return version[own_forward] if own_forward >= 0 else -1
+    if first_forward < 0:
+        return -1
+    return version[first_forward] * stage_replicas[0] // stage_replicas[s]
+
+
+@kernel
+def _read(
+    op, stage, microbatch, version, starts,
+    slot_replica, stage_replicas, share_first, forward, row_flaw,
+    per_batch, batches, turns, law,
+    flaw, wanted, newest,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    stages = len(stage_replicas)
+    gathered = np.zeros((stages, batches), dtype=np.int64)  # gradients of a round; the slots of a stage take turns
+    for slot in range(len(slot_replica)):
+        own = slot_replica[slot]
+        reduced = np.zeros(stages, dtype=np.int64)  # version whose gradients have been reduced
+        for row in range(starts[slot], starts[slot + 1]):
+            o, s, k, v = op[row], stage[row], microbatch[row], version[row]
+            if row_flaw[row] != 0:
+                continue
+            have = newest[s, slot]
+            if o <= FB:
+                share = share_first[s] if turns else share_first[s] + own
+                want = _lawful(
+                    law, o == F or o == FB, s, k, have, forward[share, k], forward[0, k], version, per_batch, stage_replicas
+                )
+                wanted[row] = want
+                oldest = have - 1 if law == TWO_BW else have
+                if v > have:
+                    flaw[row] = NOT_YET
+                elif v < oldest and law != STASH and law != VERTICAL:
+                    flaw[row] = DROPPED
+                elif want >= 0 and v != want:
+                    flaw[row] = NOT_LAWFUL
+                if o == B or o == W:
+                    batch = k // per_batch
+                    gathered[s, batch // stage_replicas[s] if turns else batch] += 1
+            elif o == REDUCE or o == UPDATE:
+                wanted[row] = have + 1
+                made = v - 1
+                due = 0
+                if v == have + 1 and made < batches:
+                    due = per_batch if not turns or made * stage_replicas[s] + own < batches else 0
+                if v != have + 1 or (o == REDUCE and reduced[s] == v):
+                    flaw[row] = OUT_OF_ORDER
+                elif o == REDUCE and stage_replicas[s] == 1:
+                    flaw[row] = NEEDLESS
+                elif made >= batches or gathered[s, made] < due:
+                    flaw[row] = INCOMPLETE
+                elif o == UPDATE and stage_replicas[s] > 1 and reduced[s] != v:
+                    flaw[row] = UNREDUCED
+                if o == REDUCE:
+                    reduced[s] = v
+                elif v == have + 1:
+                    newest[s, slot] = v
+        for row in range(starts[slot], starts[slot + 1]):  # leave the table clean for the next replica of these stages
+            if op[row] == B or op[row] == W:
+                s, k = stage[row], microbatch[row]
+                if row_flaw[row] == 0:
+                    batch = k // per_batch
+                    gathered[s, batch // stage_replicas[s] if turns else batch] = 0
