@@ -8,12 +8,14 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.jit import kernel
-from penstock.core.schedule import LongArray, OpArray, Schedule
+from penstock.core.schedule import OpArray, Schedule
 from penstock.core.shape import IntArray
 
-F, B, I, W, FB, RECV_B, RESHARD = (int(op) for op in (Op.F, Op.B, Op.I, Op.W, Op.FB, Op.RECV_B, Op.RESHARD))
+F, B, I, FB = int(Op.F), int(Op.B), int(Op.I), int(Op.FB)
+SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
 
-NO_STAGE, NO_MICROBATCH, ELSEWHERE, DOUBLED, LONE = 1, 2, 3, 4, 5  # what can be wrong with a row by itself
+# What can be wrong with a row: by itself, or where it stands in its slot.
+NO_STAGE, NO_MICROBATCH, ELSEWHERE, DOUBLED, LONE, SENT_EARLY, RECEIVED_LATE = range(1, 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +27,9 @@ class Census:
     """
 
     first: IntArray
-    forward: LongArray  # (shares, total)
-    backward: LongArray
-    weight: LongArray
+    forward: IntArray  # (shares, total)
+    backward: IntArray
+    weight: IntArray
     flaw: OpArray  # by row
 
     def share(self, stage: IntArray, replica: IntArray, turns: bool) -> IntArray:
@@ -38,7 +40,7 @@ def census(schedule: Schedule) -> Census:
     shape, rows = schedule.shape, schedule.rows
     width = np.ones_like(shape.stage_replicas) if shape.turns else shape.stage_replicas
     first = np.concatenate(([0], np.cumsum(width))).astype(np.int32)
-    tables = [np.full((int(first[-1]), shape.total), -1, dtype=np.int64) for _ in range(3)]
+    tables = [np.full((int(first[-1]), shape.total), -1, dtype=np.int32) for _ in range(3)]
     flaw = np.zeros(len(rows), dtype=np.uint8)
     _count(
         len(rows),
@@ -67,12 +69,18 @@ def _count(
                 flaw[row] = ELSEWHERE
             elif o <= RECV_B and not 0 <= k < total:
                 flaw[row] = NO_MICROBATCH
-            elif o <= FB:
+            elif o <= RECV_B:
                 if turns and (k // per_batch) % stage_replicas[s] != own:
                     flaw[row] = ELSEWHERE
                     continue
                 share = first[s] if turns else first[s] + own
-                if o == F or o == FB:
+                if o == SEND_F or o == SEND_B:
+                    if (forward if o == SEND_F else backward)[share, k] < 0:
+                        flaw[row] = SENT_EARLY
+                elif o == RECV_F or o == RECV_B:
+                    if (forward if o == RECV_F else backward)[share, k] >= 0:
+                        flaw[row] = RECEIVED_LATE
+                elif o == F or o == FB:
                     if forward[share, k] >= 0:
                         flaw[row] = DOUBLED
                     else:

@@ -28,6 +28,7 @@ from penstock.core.lower import lower
 from penstock.core.memory import activation_changes, levels
 from penstock.core.order import Transfers, out_of_order, reach
 from penstock.core.schedule import LongArray, Schedule
+from penstock.core.shape import IntArray
 from penstock.errors import InputError, ScheduleError
 
 MORE = 1_000  # faults of one law that are looked at; a broken million says no more than a broken thousand
@@ -41,21 +42,33 @@ def check(
     costs: Costs | None = None,
 ) -> Report:
     """Report every fault. `memory` caps the activations of every slot, in the unit of `costs` (default: one rank's A)."""
-    full = lower(schedule)
-    proof = _Proof(schedule, full, c.census(full), t.match(full))
+    return Report(schedule, _faults(_Proof.of(schedule), Transfers(transfers), memory, costs))
+
+
+def _faults(proof: _Proof, transfers: Transfers, memory: Numbers | None, costs: Costs | None) -> tuple[Fault, ...]:
     faults = [*proof.rows(), *proof.missing(), *proof.order(), *proof.transfers(), *proof.versions()]
     if not any(fault.kind in _BLINDING for fault in faults):
-        faults += proof.progress(Transfers(transfers))
+        faults += proof.progress(transfers)
         if memory is not None:
-            faults += proof.memory(memory, costs or flat_costs(schedule.shape))
-    return Report(schedule, tuple(faults))
+            faults += proof.memory(memory, costs or flat_costs(proof.full.shape))
+    return tuple(faults)
 
 
-def require(schedule: Schedule) -> None:
-    """Raise ScheduleError, with all faults drawn, unless the schedule is sound."""
-    report = check(schedule)
-    if not report.ok:
-        raise ScheduleError(str(report), report.faults)
+@dataclass(frozen=True, eq=False)
+class Proven:
+    """A lowered schedule that passed every law, with its transfers paired. Only `prove` makes one."""
+
+    schedule: Schedule
+    pairs: t.Match
+
+
+def prove(schedule: Schedule) -> Proven:
+    """Lower a schedule and check it; raise ScheduleError, with all faults drawn, unless it is sound."""
+    proof = _Proof.of(schedule)
+    faults = _faults(proof, Transfers.BUFFERED, None, None)
+    if faults:
+        raise ScheduleError(str(Report(schedule, faults)), faults)
+    return Proven(proof.full, proof.pairs)
 
 
 # With an action or a transfer amiss, who waits for whom says nothing more.
@@ -70,6 +83,11 @@ class _Proof:
     full: Schedule
     seen: c.Census
     pairs: t.Match
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> _Proof:
+        full = lower(schedule)
+        return cls(schedule, full, c.census(full), t.match(full))
 
     def fault(self, kind: FaultKind, row: int, message: str) -> Fault:
         slot = int(np.searchsorted(self.full.starts, row, side="right")) - 1
@@ -105,6 +123,10 @@ class _Proof:
                 if shape.turns and shape.stage_replicas[stage] > 1:
                     where += ", whose replicas take mini-batches in turns"
                 yield self.fault(FaultKind.STRAY, row, f"{where}; move it there")
+            elif flaw == c.SENT_EARLY:
+                yield self.fault(FaultKind.ORDER, row, "is sent before it is made; move the send behind")
+            elif flaw == c.RECEIVED_LATE:
+                yield self.fault(FaultKind.ORDER, row, "is received after it was used; move the receive ahead")
             elif flaw == c.DOUBLED:
                 yield self.fault(FaultKind.DOUBLED, row, "stands here a second time; drop one of the two")
             else:
@@ -143,6 +165,9 @@ class _Proof:
             late = (before >= 0) & (after >= 0) & (after < before)
             for row in after[late][:MORE].tolist():
                 yield self.fault(FaultKind.ORDER, row, message)
+        beside = (seen.forward >= 0) & (seen.backward == seen.forward + 1) & (self.full.rows.op[seen.forward] == Op.FB)
+        for row in seen.backward[beside][:MORE].tolist():
+            yield self.fault(FaultKind.ORDER, row, "overlaps the forward it needs; run the forward first")
         shape = self.full.shape
         for a, b in shape.edges:
             if shape.placement[a] == shape.placement[b]:
@@ -151,31 +176,19 @@ class _Proof:
                 yield from self._fed(seen.forward[ours], seen.forward[theirs], a)
                 yield from self._fed(seen.backward[theirs], seen.backward[ours], b)
 
-    def _fed(self, producer: LongArray, consumer: LongArray, stage: int) -> Iterator[Fault]:
+    def _fed(self, producer: IntArray, consumer: IntArray, stage: int) -> Iterator[Fault]:
         late = (producer >= 0) & (consumer >= 0) & (consumer < producer)
         for row in consumer[late][:MORE].tolist():
             yield self.fault(FaultKind.ORDER, row, f"stage {stage} on the same rank makes its input later; swap the two")
 
     def transfers(self) -> Iterator[Fault]:
-        """Transfers amiss, out of place, or without partner."""
-        rows, pairs = self.full.rows, self.pairs
+        """Transfers amiss or without partner."""
+        pairs = self.pairs
         for row in np.flatnonzero((pairs.flaw > 0) & (self.seen.flaw == 0))[:MORE].tolist():
             if pairs.flaw[row] == t.DOUBLED:
                 yield self.fault(FaultKind.DOUBLED, row, "this transfer stands here a second time; drop one of the two")
             else:
                 yield self.fault(FaultKind.STRAY, row, "no data flows between these two; drop the transfer")
-        sound = np.flatnonzero((pairs.lane >= 0) & (self.seen.flaw == 0))
-        own = self.full.shape.slot_replica[self.full.slot_of_rows()[sound]]
-        share = self.seen.share(rows.stage[sound], own, self.full.shape.turns)
-        forward = (rows.op[sound] == Op.SEND_F) | (rows.op[sound] == Op.RECV_F)
-        sending = (rows.op[sound] == Op.SEND_F) | (rows.op[sound] == Op.SEND_B)
-        compute = np.where(
-            forward, self.seen.forward[share, rows.microbatch[sound]], self.seen.backward[share, rows.microbatch[sound]]
-        )
-        for row in sound[sending & (compute > sound)][:MORE].tolist():
-            yield self.fault(FaultKind.ORDER, row, "is sent before it is made; move the send behind")
-        for row in sound[~sending & (compute >= 0) & (compute < sound)][:MORE].tolist():
-            yield self.fault(FaultKind.ORDER, row, "is received after it was used; move the receive ahead")
         yield from self._partners()
 
     def _partners(self) -> Iterator[Fault]:
@@ -208,7 +221,7 @@ class _Proof:
         flaw, wanted, newest = v.version_flaws(self.full, self.seen)
         shape = self.full.shape
         for row in np.flatnonzero(flaw)[:MORE].tolist():
-            version, want = int(self.full.rows.version[row]), int(wanted[row])
+            version, want, stage = int(self.full.rows.version[row]), int(wanted[row]), int(self.full.rows.stage[row])
             kind, message = {
                 v.NOT_YET: (FaultKind.VERSION, f"version {version} does not exist yet; the law {shape.law.value!r} asks for {want}"),
                 v.DROPPED: (FaultKind.VERSION, f"version {version} is already dropped; the law {shape.law.value!r} asks for {want}"),
@@ -217,6 +230,7 @@ class _Proof:
                 v.INCOMPLETE: (FaultKind.UPDATE, "comes before the gradients it needs are complete; move it behind them"),
                 v.UNREDUCED: (FaultKind.UPDATE, "the gradients were not reduced over the replicas; reduce them first"),
                 v.NEEDLESS: (FaultKind.UPDATE, "the stage has one replica; there is nothing to reduce"),
+                v.MIXED: (FaultKind.UPDATE, f"its gradient would go into version {want}, an earlier round's; move it behind {stage}U@{want}"),
             }[int(flaw[row])]
             yield self.fault(kind, row, message)
         if self.given.lowered or not self.seen.flaw.any():

@@ -44,17 +44,18 @@ def helper(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _compile(function: Any) -> Callable[..., Any]:
+def _compile(function: Any, inline: str = "never") -> Callable[..., Any]:
     """Compile a function and the helpers it calls. The compiled code is kept on disk where that is possible."""
     import numba
 
     scope = dict(function.__globals__)
     for name in function.__code__.co_names:
         if getattr(scope.get(name), "__penstock_helper__", False):
-            scope[name] = _compile(scope[name])
+            scope[name] = _compile(scope[name], inline="always")  # a call would count references to every array
     linked = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     linked.__module__, linked.__qualname__ = function.__module__, function.__qualname__
+    options = {"inline": inline, "error_model": "numpy"}  # kernels never divide by zero: skip looking for it
     try:
-        return numba.njit(cache=True)(linked)  # type: ignore[no-any-return]
+        return numba.njit(cache=True, **options)(linked)  # type: ignore[no-any-return]
     except RuntimeError:  # nowhere to keep it: compile again in every process
-        return numba.njit(linked)  # type: ignore[no-any-return]
+        return numba.njit(**options)(linked)  # type: ignore[no-any-return]

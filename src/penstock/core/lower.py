@@ -30,7 +30,8 @@ def lower(schedule: Schedule) -> Schedule:
         return schedule
     shape, rows, near = schedule.shape, schedule.rows, schedule.shape.neighbours()
     rounds = max(shape.rounds(stage) for stage in range(shape.stages))
-    out = np.full((6, _longest(schedule)), -1, dtype=np.int32)
+    longest = _longest(schedule)
+    ops, out = np.empty(longest, dtype=np.uint8), np.empty((5, longest), dtype=np.int32)
     starts = np.zeros(shape.slots + 1, dtype=np.int64)
     _emit(
         len(rows),
@@ -38,10 +39,10 @@ def lower(schedule: Schedule) -> Schedule:
         *(shape.slot_rank, shape.slot_replica, shape.stage_rank, shape.stage_replicas),
         *(near.after_at, near.after, near.before_at, near.before),
         *(shape.microbatches, shape.batches, rounds, shape.turns, shape.law is Law.SYNC),
-        *(out, starts),
+        *(ops, out, starts),
     )
-    out = out[:, : starts[-1]]
-    return Schedule(shape, Rows(out[0].astype(np.uint8), *out[1:]), starts, lowered=True)
+    made = starts[-1]
+    return Schedule(shape, Rows(ops[:made], *out[:, :made]), starts, lowered=True)
 
 
 def _longest(schedule: Schedule) -> int:
@@ -50,56 +51,72 @@ def _longest(schedule: Schedule) -> int:
     per_stage = np.zeros(shape.stages, dtype=np.int64)
     for a, b in shape.edges:
         if shape.placement[a] != shape.placement[b]:
-            per_stage[a] += shape.stage_replicas[b] // shape.stage_replicas[a] + 2
-            per_stage[b] += shape.stage_replicas[a] // shape.stage_replicas[b] + 2
+            ours, theirs = int(shape.stage_replicas[a]), int(shape.stage_replicas[b])
+            per_stage[a] += 1 if shape.turns else _meeting(ours, theirs)
+            per_stage[b] += 1 if shape.turns else _meeting(theirs, ours)
     moving = (rows.stage >= 0) & (rows.stage < shape.stages) & (rows.op != W)
     transfers = int(per_stage[rows.stage[moving]].sum())
     updates = sum(int(shape.stage_replicas[stage]) * shape.rounds(stage) for stage in range(shape.stages))
     return len(rows) + transfers + 2 * updates
 
 
+def _meeting(ours: int, theirs: int) -> int:
+    """The most of `theirs` replicas whose rows meet those of one of `ours`."""
+    return -(-theirs // ours) + (1 if theirs % ours and ours % theirs else 0)
+
+
 @helper
-def _put(out, at, op, stage, microbatch, version):  # type: ignore[no-untyped-def]
-    out[0, at], out[1, at], out[2, at], out[3, at] = op, stage, microbatch, version
+def _put(ops, out, at, op, stage, microbatch, version, peer, replica):  # type: ignore[no-untyped-def]
+    ops[at] = op
+    out[0, at], out[1, at], out[2, at], out[3, at], out[4, at] = stage, microbatch, version, peer, replica
     return at + 1
 
 
 @helper
-def _put_transfers(out, at, op, stage, k, others, first, last, own, turn, stage_rank, stage_replicas):  # type: ignore[no-untyped-def]  # fmt: skip
+def _put_transfers(ops, out, at, op, stage, k, others, first, last, own, turn, stage_rank, stage_replicas):  # type: ignore[no-untyped-def]  # fmt: skip
     """One transfer for each replica of each neighbour on another rank that shares rows with replica `own`."""
     for e in range(first, last):
         other = others[e]
         if stage_rank[other] == stage_rank[stage]:
             continue
         theirs, ours = stage_replicas[other], stage_replicas[stage]
-        low, high = own * theirs // ours, ((own + 1) * theirs - 1) // ours
+        low, high = own, own
         if turn >= 0:
             low, high = turn % theirs, turn % theirs
+        elif theirs != ours:
+            low, high = own * theirs // ours, ((own + 1) * theirs - 1) // ours
         for replica in range(low, high + 1):
-            out[4, at], out[5, at] = other, replica
-            at = _put(out, at, op, stage, k, 0)
+            at = _put(ops, out, at, op, stage, k, 0, other, replica)
     return at
 
 
 @helper
-def _put_round(out, at, stage, made, replicated, update):  # type: ignore[no-untyped-def]
+def _put_round(ops, out, at, stage, made, replicated, update):  # type: ignore[no-untyped-def]
     """Reduction and update that make version `made`."""
     if replicated:
-        at = _put(out, at, REDUCE, stage, -1, made)
+        at = _put(ops, out, at, REDUCE, stage, -1, made, -1, -1)
     if update:
-        at = _put(out, at, UPDATE, stage, -1, made)
+        at = _put(ops, out, at, UPDATE, stage, -1, made, -1, -1)
     return at
 
 
 @helper
-def _mark_ends(op, stage, microbatch, first, last, stage_replicas, per_batch, turns, closing, ending):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Find the row that completes each stage's gradient of each round, and the last row of each mini-batch."""
-    for row in range(first, last):
+def _mark_ends(op, stage, microbatch, first, last, stage_replicas, per_batch, turns, closing, ending, ends):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Find the row that completes each stage's gradient of each round, and the last row of each mini-batch.
+
+    Rows are read backwards, so the first of a kind that is met is the last one; `ends` marks them.
+    """
+    for row in range(last - 1, first - 1, -1):
         s, batch = stage[row], microbatch[row] // per_batch
         if 0 <= s < len(stage_replicas) and 0 <= batch < len(ending):
             if op[row] == B or op[row] == W:
-                closing[s, batch // stage_replicas[s] if turns else batch] = row
-            ending[batch] = row
+                turn = batch // stage_replicas[s] if turns else batch
+                if closing[s, turn] < first:
+                    closing[s, turn] = row
+                    ends[row] = True
+            if ending[batch] < first:
+                ending[batch] = row
+                ends[row] = True
 
 
 @kernel
@@ -108,22 +125,23 @@ def _emit(
     slot_rank, slot_replica, stage_rank, stage_replicas,
     after_at, after, before_at, before,
     per_batch, batches, rounds, turns, sync,
-    out, out_starts,
+    ops, out, out_starts,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     stages = len(stage_rank)
     closing = np.full((stages, rounds), -1, dtype=np.int64)
     ending = np.full(batches, -1, dtype=np.int64)
+    ends = np.zeros(len(op), dtype=np.bool_)
     at = 0
     for slot in range(len(slot_rank)):
         rank, own, row = slot_rank[slot], slot_replica[slot], starts[slot]
-        _mark_ends(op, stage, microbatch, row, starts[slot + 1], stage_replicas, per_batch, turns, closing, ending)
+        _mark_ends(op, stage, microbatch, row, starts[slot + 1], stage_replicas, per_batch, turns, closing, ending, ends)
         while row < starts[slot + 1]:
             stop = row + 2 if op[row] == FB and row + 1 < starts[slot + 1] else row + 1
             for phase in range(3):  # receives of the row (or overlapped pair), the row itself, its sends
                 for r in range(row, stop):
                     s, k = stage[r], microbatch[r]
                     if phase == 1:
-                        at = _put(out, at, op[r], s, k, version[r])
+                        at = _put(ops, out, at, op[r], s, k, version[r], -1, -1)
                         continue
                     if op[r] == W or not 0 <= s < stages or stage_rank[s] != rank:
                         continue
@@ -135,22 +153,22 @@ def _emit(
                     else:
                         kind = RECV_B if phase == 0 else SEND_F
                         first, last, others = after_at[s], after_at[s + 1], after
-                    at = _put_transfers(out, at, kind, s, k, others, first, last, own, turn, stage_rank, stage_replicas)  # fmt: skip
+                    at = _put_transfers(ops, out, at, kind, s, k, others, first, last, own, turn, stage_rank, stage_replicas)  # fmt: skip
             for r in range(row, stop):
-                s, batch = stage[r], microbatch[r] // per_batch
-                if not (0 <= s < stages and 0 <= batch < batches):
+                if not ends[r]:
                     continue
+                s, batch = stage[r], microbatch[r] // per_batch
                 turn = batch // stage_replicas[s] if turns else batch
                 if closing[s, turn] == r:
-                    at = _put_round(out, at, s, turn + 1, stage_replicas[s] > 1, not sync)
+                    at = _put_round(ops, out, at, s, turn + 1, stage_replicas[s] > 1, not sync)
                 if sync and ending[batch] == r:
                     for mine in range(stages):
                         if stage_rank[mine] == rank:
-                            at = _put(out, at, UPDATE, mine, -1, batch + 1)
+                            at = _put(ops, out, at, UPDATE, mine, -1, batch + 1, -1, -1)
             row = stop
         if turns:  # replicas without a mini-batch in the last, partial round take part in its reduction all the same
             for s in range(stages):
                 last = (batches - 1) // stage_replicas[s]
                 if stage_rank[s] == rank and last * stage_replicas[s] + own >= batches:
-                    at = _put_round(out, at, s, last + 1, True, True)
+                    at = _put_round(ops, out, at, s, last + 1, True, True)
         out_starts[slot + 1] = at

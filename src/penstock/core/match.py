@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.jit import kernel
-from penstock.core.schedule import LongArray, OpArray, Schedule
+from penstock.core.jit import helper, kernel
+from penstock.core.schedule import OpArray, Schedule
+from penstock.core.shape import IntArray
 
 SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
 
@@ -19,9 +20,9 @@ STRAY, DOUBLED = 1, 2  # what can be wrong with a transfer by itself: no such ed
 class Match:
     """Sends and receives by (way, lane, micro-batch); -1 where there is none. Way 0 is forward, 1 backward."""
 
-    sends: LongArray  # (2, lanes, total)
-    receives: LongArray
-    lane: LongArray  # of every transfer row, -1 elsewhere
+    sends: IntArray  # (2, lanes, total)
+    receives: IntArray
+    lane: IntArray  # of every transfer row that has one; not set elsewhere
     flaw: OpArray  # STRAY or DOUBLED, by row
 
 
@@ -29,9 +30,9 @@ def match(schedule: Schedule) -> Match:
     """Pair the transfers of a lowered schedule."""
     shape, rows, near = schedule.shape, schedule.rows, schedule.shape.neighbours()
     lanes = int(near.edge_lane[-1])
-    sends = np.full((2, lanes, shape.total), -1, dtype=np.int64)
-    receives = np.full((2, lanes, shape.total), -1, dtype=np.int64)
-    lane = np.full(len(rows), -1, dtype=np.int64)
+    sends = np.full((2, lanes, shape.total), -1, dtype=np.int32)
+    receives = np.full((2, lanes, shape.total), -1, dtype=np.int32)
+    lane = np.empty(len(rows), dtype=np.int32)
     flaw = np.zeros(len(rows), dtype=np.uint8)
     _match(
         len(rows),
@@ -42,6 +43,21 @@ def match(schedule: Schedule) -> Match:
         *(sends, receives, lane, flaw),
     )
     return Match(sends, receives, lane, flaw)
+
+
+@helper
+def _lane(a, i, b, j, turn, stage_replicas, after_at, after, after_lane):  # type: ignore[no-untyped-def]
+    """The lane of an edge between two replicas, -1 where nothing flows between them."""
+    ours, theirs = stage_replicas[a], stage_replicas[b]
+    if turn >= 0:
+        meets = i == turn % ours and j == turn % theirs
+    else:
+        meets = i * theirs < (j + 1) * ours and j * ours < (i + 1) * theirs
+    found = -1
+    for e in range(after_at[a], after_at[a + 1]):
+        if meets and after[e] == b:
+            found = after_lane[e] + i * theirs + j
+    return found
 
 
 @kernel
@@ -60,33 +76,22 @@ def _match(
             if o < SEND_F or o > RECV_B:
                 continue
             s, other, their, k = stage[row], peer[row], replica[row], microbatch[row]
-            flaw[row] = STRAY
-            if not (0 <= s < stages and 0 <= other < stages and 0 <= k < total):
-                continue
-            if stage_rank[s] != rank or stage_rank[other] == rank or not 0 <= their < stage_replicas[other]:
+            known = 0 <= s < stages and 0 <= other < stages and 0 <= k < total
+            if not known or stage_rank[s] != rank or stage_rank[other] == rank or not 0 <= their < stage_replicas[other]:
+                flaw[row] = STRAY
                 continue
             # The activation runs from `a`, replica i, to `b`, replica j; the gradient the other way over the same lane.
             if o == SEND_F or o == RECV_B:
                 a, i, b, j = s, own, other, their
             else:
                 a, i, b, j = other, their, s, own
-            ours, theirs = stage_replicas[a], stage_replicas[b]
-            if turns:
-                turn = k // per_batch
-                meets = i == turn % ours and j == turn % theirs
-            else:
-                meets = i * theirs < (j + 1) * ours and j * ours < (i + 1) * theirs
-            if not meets:
+            at = _lane(a, i, b, j, k // per_batch if turns else -1, stage_replicas, after_at, after, after_lane)
+            if at < 0:
+                flaw[row] = STRAY
                 continue
-            for e in range(after_at[a], after_at[a + 1]):
-                if after[e] == b:
-                    at = after_lane[e] + i * theirs + j
-                    way = 0 if o == SEND_F or o == RECV_F else 1
-                    lane[row] = at
-                    if o == SEND_F or o == SEND_B:
-                        flaw[row] = DOUBLED if sends[way, at, k] >= 0 else 0
-                        sends[way, at, k] = row
-                    else:
-                        flaw[row] = DOUBLED if receives[way, at, k] >= 0 else 0
-                        receives[way, at, k] = row
-                    break
+            lane[row] = at
+            way = 0 if o == SEND_F or o == RECV_F else 1
+            table = sends if o == SEND_F or o == SEND_B else receives
+            if table[way, at, k] >= 0:
+                flaw[row] = DOUBLED
+            table[way, at, k] = row

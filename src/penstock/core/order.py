@@ -48,9 +48,12 @@ def _advance(
     slots = len(at)
     entered = np.zeros(len(stage_slot), dtype=np.int64)  # slots of a stage in its open reduction
     reduced = np.ones((len(stage_slot), slots), dtype=np.bool_)
-    ready = [slot for slot in range(slots)]
-    while len(ready) > 0:
-        slot = ready.pop()
+    ready = np.arange(slots)  # a stack; a slot is on it, running, or blocked
+    height = slots
+    blocked = np.zeros(slots, dtype=np.bool_)
+    while height > 0:
+        height -= 1
+        slot = ready[height]
         while at[slot] < starts[slot + 1]:
             row = at[slot]
             o, s = op[row], stage[row]
@@ -60,15 +63,17 @@ def _advance(
                 other = receives[way, lane[row], microbatch[row]] if sending else sends[way, lane[row], microbatch[row]]
                 target = stage_slot[peer[row]] + replica[row]
                 if blocking:
-                    if at[target] != other:
-                        break
-                    at[target] = other + 1  # both ends meet, and both go on
-                    ready.append(target)
-                elif sending:
-                    if at[target] == other:
-                        ready.append(target)
-                elif at[target] <= other:
+                    blocked[slot] = at[target] != other or not blocked[target]
+                    if not blocked[slot]:
+                        at[target] = other + 1  # both ends meet, and both go on
+                elif not sending:
+                    blocked[slot] = at[target] <= other
+                if blocked[slot]:
                     break
+                if blocked[target] and (at[target] == other or blocking):
+                    blocked[target] = False
+                    ready[height] = target
+                    height += 1
             elif o == REDUCE:
                 entered[s] += 1
                 reduced[s, slot] = False
@@ -76,8 +81,12 @@ def _advance(
                     entered[s] = 0
                     for member in range(stage_slot[s], stage_slot[s] + stage_replicas[s]):
                         reduced[s, member] = True
-                        ready.append(member)
+                        if blocked[member] and op[at[member]] == UPDATE:
+                            blocked[member] = False
+                            ready[height] = member
+                            height += 1
             elif o == UPDATE and not reduced[s, slot]:
+                blocked[slot] = True
                 break
             at[slot] = row + 1
 

@@ -8,6 +8,7 @@ one, and whether they have been reduced. By the law of the schedule a forward of
     vertical  what the first stage's forward of k named, counted in mini-batches
 
 and a backward names the same as its forward, except under `newest`, where it names the newest of its own moment.
+Gradients add up in one place, so those of a round wait for the update of the round before.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ CODE = {Law.SYNC: SYNC, Law.STASH: STASH, Law.VERTICAL: VERTICAL, Law.NEWEST: NE
 
 NOT_YET, DROPPED, NOT_LAWFUL = 1, 2, 3  # of a version that an action names
 OUT_OF_ORDER, INCOMPLETE, UNREDUCED, NEEDLESS = 4, 5, 6, 7  # of an update or reduction
+MIXED = 8  # of a gradient that would go into the round before its own
 
 
 def version_flaws(schedule: Schedule, seen: Census) -> tuple[OpArray, IntArray, IntArray]:
-    """By row: what is wrong, and the version there should be; by (stage, slot): the newest version at the end."""
+    """By row: what is wrong, and then the version there should be; by (stage, slot): the newest version at the end."""
     shape, rows = schedule.shape, schedule.rows
-    flaw, wanted = np.zeros(len(rows), dtype=np.uint8), np.full(len(rows), -1, dtype=np.int32)
+    flaw, wanted = np.zeros(len(rows), dtype=np.uint8), np.zeros(len(rows), dtype=np.int32)
     newest = np.zeros((shape.stages, shape.slots), dtype=np.int32)
     _read(
         len(rows),
         *(rows.op, rows.stage, rows.microbatch, rows.version, schedule.starts),
-        *(shape.slot_replica, shape.stage_replicas, seen.first, seen.forward, seen.flaw),
+        *(shape.slot_replica, shape.stage_replicas, shape.seats, seen.first, seen.forward, seen.flaw),
         *(shape.microbatches, shape.batches, shape.turns, CODE[shape.law]),
         *(flaw, wanted, newest),
     )
@@ -44,31 +46,29 @@ def version_flaws(schedule: Schedule, seen: Census) -> tuple[OpArray, IntArray, 
 
 
 @helper
-def _lawful(law, is_forward, s, k, newest, own_forward, first_forward, version, per_batch, stage_replicas):  # type: ignore[no-untyped-def]  # fmt: skip
+def _lawful(law, is_forward, s, k, batch, newest, forward, share, version, stage_replicas):  # type: ignore[no-untyped-def]  # fmt: skip
     """The version that the law names, or -1 where a missing action leaves it open."""
-    batch = k // per_batch
     if law == SYNC:
         return batch
     if law == TWO_BW:
         return max(batch - 1, 0)
     if law == NEWEST or (is_forward and (law == STASH or s == 0)):
         return newest
-    if not is_forward:
-        return version[own_forward] if own_forward >= 0 else -1
-    if first_forward < 0:
-        return -1
-    return version[first_forward] * stage_replicas[0] // stage_replicas[s]
+    row = forward[0, k] if is_forward else forward[share, k]
+    if row < 0 or not is_forward:
+        return version[row] if row >= 0 else -1
+    return version[row] * stage_replicas[0] // stage_replicas[s]
 
 
 @kernel
 def _read(
     op, stage, microbatch, version, starts,
-    slot_replica, stage_replicas, share_first, forward, row_flaw,
+    slot_replica, stage_replicas, seats, share_first, forward, row_flaw,
     per_batch, batches, turns, law,
     flaw, wanted, newest,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     stages = len(stage_replicas)
-    gathered = np.zeros((stages, batches), dtype=np.int64)  # gradients of a round; the slots of a stage take turns
+    gathered = np.zeros((seats[-1], batches), dtype=np.int32)  # gradients of a round, of every replica of every stage
     for slot in range(len(slot_replica)):
         own = slot_replica[slot]
         reduced = np.zeros(stages, dtype=np.int64)  # version whose gradients have been reduced
@@ -79,10 +79,9 @@ def _read(
             have = newest[s, slot]
             if o <= FB:
                 share = share_first[s] if turns else share_first[s] + own
-                want = _lawful(
-                    law, o == F or o == FB, s, k, have, forward[share, k], forward[0, k], version, per_batch, stage_replicas
-                )
-                wanted[row] = want
+                batch = k // per_batch
+                is_forward = o == F or o == FB
+                want = _lawful(law, is_forward, s, k, batch, have, forward, share, version, stage_replicas)
                 oldest = have - 1 if law == TWO_BW else have
                 if v > have:
                     flaw[row] = NOT_YET
@@ -90,9 +89,13 @@ def _read(
                     flaw[row] = DROPPED
                 elif want >= 0 and v != want:
                     flaw[row] = NOT_LAWFUL
+                if flaw[row] != 0:
+                    wanted[row] = want
                 if o == B or o == W:
-                    batch = k // per_batch
-                    gathered[s, batch // stage_replicas[s] if turns else batch] += 1
+                    turn = batch // stage_replicas[s] if turns else batch
+                    gathered[seats[s] + own, turn] += 1
+                    if turn > have and flaw[row] == 0:
+                        flaw[row], wanted[row] = MIXED, have + 1
             elif o == REDUCE or o == UPDATE:
                 wanted[row] = have + 1
                 made = v - 1
@@ -103,7 +106,7 @@ def _read(
                     flaw[row] = OUT_OF_ORDER
                 elif o == REDUCE and stage_replicas[s] == 1:
                     flaw[row] = NEEDLESS
-                elif made >= batches or gathered[s, made] < due:
+                elif made >= batches or gathered[seats[s] + own, made] < due:
                     flaw[row] = INCOMPLETE
                 elif o == UPDATE and stage_replicas[s] > 1 and reduced[s] != v:
                     flaw[row] = UNREDUCED
@@ -111,9 +114,3 @@ def _read(
                     reduced[s] = v
                 elif v == have + 1:
                     newest[s, slot] = v
-        for row in range(starts[slot], starts[slot + 1]):  # leave the table clean for the next replica of these stages
-            if op[row] == B or op[row] == W:
-                s, k = stage[row], microbatch[row]
-                if row_flaw[row] == 0:
-                    batch = k // per_batch
-                    gathered[s, batch // stage_replicas[s] if turns else batch] = 0

@@ -1,9 +1,9 @@
 """PipeDream (Narayanan et al. 2019): no flush, one update a mini-batch, weights stashed for the backward.
 
-Stage s with r_s replicas runs floor((workers - 1 - sum of earlier r) / r_s) forwards ahead. Replicas take mini-batches
-in turns. `stash=True`: a forward uses the newest weights of its stage and its backward the same version.
-`vertical_sync=True`: all stages use what the first stage had. `stash=False`: both take what is newest, which is no
-gradient of any function; it is offered to show the harm.
+Stage s with r_s replicas runs floor((workers - 1 - sum of earlier r) / r_s) forwards ahead: of micro-batches in a plain
+pipeline, of whole mini-batches where replicas take those in turns. `stash=True`: a forward uses the newest weights of
+its stage and its backward the same version. `vertical_sync=True`: all stages use what the first stage had.
+`stash=False`: both take what is newest, which is no gradient of any function; it is offered to show the harm.
 """
 
 from __future__ import annotations
@@ -42,9 +42,14 @@ def pipedream(ask: Ask) -> Loop:
 
 
 def warm_up(shape: Shape) -> list[int]:
-    """Forwards that each stage runs ahead of its first backward."""
+    """Forwards that each stage runs ahead of its first backward.
+
+    A later replica's first micro-batch comes a whole mini-batch after its neighbour's, so there the lead is counted in
+    mini-batches: 1-2-1 with 3 micro-batches and a lead of 3, 1, 0 micro-batches would stand still.
+    """
     workers, earlier, warm = shape.slots, 0, []
+    unit = 1 if workers == shape.ranks else shape.microbatches
     for replicas in shape.replicas:
-        warm.append((workers - 1 - earlier) // replicas)
+        warm.append((workers - 1 - earlier) // replicas * unit)
         earlier += replicas
     return warm

@@ -13,10 +13,10 @@ import heapq
 import numpy as np
 
 from penstock.core.action import Op
+from penstock.core.check import Proven
 from penstock.core.cost import Costs, shares
 from penstock.core.jit import helper, kernel
 from penstock.core.links import FloatArray
-from penstock.core.match import Match
 from penstock.core.schedule import Schedule
 
 F, B, I, W, FB = int(Op.F), int(Op.B), int(Op.I), int(Op.W), int(Op.FB)
@@ -24,11 +24,12 @@ SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B),
 REDUCE, UPDATE = int(Op.REDUCE), int(Op.UPDATE)
 
 
-def run(schedule: Schedule, pairs: Match, costs: Costs) -> tuple[FloatArray, FloatArray, int]:
-    """Start and end of every row, and how many rows were reached (fewer than all: a deadlock)."""
-    shape, rows, links = schedule.shape, schedule.rows, costs.links
-    start, end = np.zeros(len(rows)), np.zeros(len(rows))
-    done = _clock(
+def run(proven: Proven, costs: Costs) -> tuple[FloatArray, FloatArray]:
+    """Start and end seconds of every row."""
+    schedule, pairs, links = proven.schedule, proven.pairs, costs.links
+    shape, rows = schedule.shape, schedule.rows
+    start, end = np.empty(len(rows)), np.empty(len(rows))
+    _clock(
         len(rows),
         *(rows.op, rows.stage, rows.microbatch, rows.peer, rows.replica, schedule.starts),
         *(shape.slot_replica, shape.stage_replicas, shape.first_slot[shape.stage_rank]),
@@ -37,7 +38,7 @@ def run(schedule: Schedule, pairs: Match, costs: Costs) -> tuple[FloatArray, Flo
         *(links.seconds, links.latency, links.leave, links.enter, links.resources, links.shared),
         *(start, end),
     )
-    return start, end, int(done)
+    return start, end
 
 
 def seconds_table(schedule: Schedule, costs: Costs) -> FloatArray:
@@ -54,11 +55,13 @@ def seconds_table(schedule: Schedule, costs: Costs) -> FloatArray:
 
 
 @helper
-def _wake(queue, shared, time, slot):  # type: ignore[no-untyped-def]
+def _wake(ready, height, heap, shared, time, slot):  # type: ignore[no-untyped-def]
+    """Put a slot among those that can go on; returns the new height of the stack."""
     if shared:
-        heapq.heappush(queue, (time, slot))
-    else:
-        queue.append((time, slot))
+        heapq.heappush(heap, (time, slot))
+        return height
+    ready[height] = slot
+    return height + 1
 
 
 @kernel
@@ -79,10 +82,15 @@ def _clock(
     entered = np.zeros(stages, dtype=np.int64)
     reduced = np.full((stages, slots), -1.0)  # end of the slot's last complete reduction, -1 while one is open
     blocked = np.zeros(slots, dtype=np.bool_)
-    queue = [(0.0, slot) for slot in range(slots)]
-    done = 0
-    while len(queue) > 0:
-        turn, slot = heapq.heappop(queue) if shared else queue.pop()
+    ready = np.arange(slots)  # a stack of slots that can go on; where links are shared, a heap of (time, slot) instead
+    height = 0 if shared else slots
+    heap = [(0.0, slot) for slot in range(slots)]
+    while height > 0 or (shared and len(heap) > 0):
+        if shared:
+            turn, slot = heapq.heappop(heap)
+        else:
+            height -= 1
+            turn, slot = 0.0, ready[height]
         row, last, t = at[slot], starts[slot + 1], now[slot]
         while row < last:
             o, s = op[row], stage[row]
@@ -100,10 +108,9 @@ def _clock(
                 t += (seconds[F, s] + seconds[B, stage[row + 1]]) * slowdown[slot] * overlap
                 end[row] = end[row + 1] = t
                 row += 1
-                done += 1
             elif o == SEND_F or o == SEND_B:
                 if shared and t > turn:  # somebody else may send before
-                    heapq.heappush(queue, (t, slot))
+                    heapq.heappush(heap, (t, slot))
                     break
                 way = 0 if o == SEND_F else 1
                 path = lane[row]
@@ -119,7 +126,7 @@ def _clock(
                 target = stage_slot[peer[row]] + replica[row]
                 if blocked[target] and at[target] == receives[way, path, microbatch[row]]:
                     blocked[target] = False
-                    _wake(queue, shared, max(now[target], end[row]), target)
+                    height = _wake(ready, height, heap, shared, max(now[target], end[row]), target)
             elif o == RECV_F or o == RECV_B:
                 sent = sends[0 if o == RECV_F else 1, lane[row], microbatch[row]]
                 source = stage_slot[peer[row]] + replica[row]
@@ -146,11 +153,9 @@ def _clock(
                         reduced[s, member] = reducing[member] = begin + reduce_seconds[s]
                         if blocked[member] and op[at[member]] == UPDATE and stage[at[member]] == s:
                             blocked[member] = False
-                            _wake(queue, shared, max(now[member], reduced[s, member]), member)
+                            height = _wake(ready, height, heap, shared, max(now[member], reduced[s, member]), member)
             else:
                 start[row] = end[row] = t
             row += 1
-            done += 1
             at[slot] = row
         at[slot], now[slot] = row, t
-    return done

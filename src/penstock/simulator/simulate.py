@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.core.check import require
+from penstock.core.check import Proven, prove
 from penstock.core.cluster import Cluster
 from penstock.core.cost import Costs, flat_costs, plan_costs
-from penstock.core.lower import lower
-from penstock.core.match import match
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.schedule import Schedule
@@ -45,12 +43,10 @@ def simulate(
 
 def simulate_costs(schedule: Schedule, costs: Costs) -> Timeline:
     """The same from costs. The schedule is proven sound first."""
-    full = lower(schedule)
-    require(full)
-    return clock(full, costs)
+    return clock(prove(schedule), costs)
 
 
-def clock(full: Schedule, costs: Costs) -> Timeline:
-    """Time a lowered schedule that is known to be sound."""
-    start, end, _ = run(full, match(full), costs)
-    return Timeline(full, start, end, costs=costs)
+def clock(proven: Proven, costs: Costs) -> Timeline:
+    """Time a schedule that has been proven: several costs can share one proof."""
+    start, end = run(proven, costs)
+    return Timeline(proven.schedule, start, end, costs=costs)

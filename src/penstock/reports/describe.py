@@ -1,0 +1,132 @@
+"""Actions, slots and numbers in words: what several writers say, said once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from penstock.core.action import Op
+from penstock.core.memory import Kind
+from penstock.core.shape import IntArray, Shape
+from penstock.core.timeline import Timeline
+
+WORDS: dict[Op, str] = {
+    Op.F: "forward",
+    Op.B: "full backward",
+    Op.I: "input gradient",
+    Op.W: "weight gradient",
+    Op.FB: "forward and backward overlapped",
+    Op.SEND_F: "activations sent",
+    Op.RECV_F: "wait for activations",
+    Op.SEND_B: "gradients sent",
+    Op.RECV_B: "wait for gradients",
+    Op.REDUCE: "reduction over replicas",
+    Op.UPDATE: "weight update",
+    Op.UNSHARD: "parameters gathered",
+    Op.RESHARD: "parameters dropped",
+}
+
+LETTERS: dict[Op, str] = {
+    **{Op.F: "F", Op.B: "B", Op.I: "I", Op.W: "W", Op.FB: "F&B", Op.SEND_F: "F", Op.RECV_F: "F", Op.SEND_B: "B"},
+    **{Op.RECV_B: "B", Op.REDUCE: "R", Op.UPDATE: "U", Op.UNSHARD: "G", Op.RESHARD: "D"},
+}
+
+KIND_WORDS: dict[Kind, str] = {
+    Kind.WEIGHTS: "weights",
+    Kind.OPTIMIZER: "optimizer state",
+    Kind.VERSIONS: "older weight versions",
+    Kind.GRADIENTS: "gradients",
+    Kind.ACTIVATIONS: "activations",
+    Kind.HELD: "held for weight gradients",
+    Kind.RECOMPUTE: "recomputed activations",
+}
+
+MEMORY_IN_A = "in A: one rank's activations of one micro-batch"
+
+
+def slot_label(shape: Shape, slot: int) -> str:
+    """'rank 2', or 'rank 2.1' where the rank has replicas."""
+    rank = int(shape.slot_rank[slot])
+    return f"rank {rank}.{int(shape.slot_replica[slot])}" if shape.replicas[rank] > 1 else f"rank {rank}"
+
+
+def slot_labels(shape: Shape) -> list[str]:
+    return [slot_label(shape, slot) for slot in range(shape.slots)]
+
+
+def chunk_of_stage(shape: Shape) -> IntArray:
+    """Which of its rank's chunks each stage is: 0 for the first in model order."""
+    seen = np.zeros(shape.ranks, dtype=np.int32)
+    chunk = np.zeros(shape.stages, dtype=np.int32)
+    for stage, rank in enumerate(shape.placement):
+        chunk[stage] = seen[rank]
+        seen[rank] += 1
+    return chunk
+
+
+def number(value: float) -> str:
+    """Four digits, no needless zeros, no exponent for everyday sizes."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    digits = max(0, 3 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{min(digits, 9)}f}" if abs(value) >= 1e-6 else f"{value:.3g}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) or "0"
+
+
+def seconds(value: float) -> str:
+    """A time with the unit that suits it."""
+    size = abs(value)
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if size >= scale or (unit == "s" and size == 0):
+            return f"{number(value / scale)} {unit}"
+    return f"{number(value / 1e-9)} ns"
+
+
+def in_bytes(timeline: Timeline) -> bool:
+    """Whether memory is counted in bytes, or in A: the activations of one rank for one micro-batch.
+
+    Costs made from a few numbers know activations alone; those of a model have weights, and so have measured ones.
+    """
+    memory = timeline.memory
+    if memory is None or timeline.measured:
+        return True
+    return any(bool(memory.standing[kind].any()) for kind in (Kind.WEIGHTS, Kind.OPTIMIZER) if kind in memory.standing)
+
+
+def amount(value: float, bytes_: bool) -> str:
+    """So much memory, in words."""
+    if not bytes_:
+        return f"{number(value)} A"
+    for unit, scale in (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if abs(value) >= scale:
+            return f"{number(value / scale)} {unit}"
+    return f"{number(value)} B"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+def figures(timeline: Timeline) -> dict[str, str]:
+    """The numbers every report opens with, in words. Idle is the mean over the slots."""
+    told = {
+        "makespan": seconds(timeline.makespan),
+        "bubble": percent(timeline.bubble),
+        "utilisation": percent(timeline.utilisation),
+        "idle (barrier view)": seconds(float(timeline.idle.mean())),
+        "idle (own view)": seconds(float(timeline.idle_own.mean())),
+    }
+    if timeline.memory is not None:
+        told["peak activations"] = amount(float(timeline.peak_activations.max()), in_bytes(timeline))
+    told["weight versions"] = number(float(timeline.weight_versions.max()))
+    return told
+
+
+def headline(timeline: Timeline) -> str:
+    """A timeline in one line."""
+    told = figures(timeline)
+    kind = "measured" if timeline.measured else "predicted"
+    return f"{timeline.schedule.shape.name}, {kind}: " + ", ".join(
+        f"{name} {told[name]}" for name in ("makespan", "bubble", "utilisation")
+    )

@@ -1,0 +1,118 @@
+"""A timeline to scale in a terminal: letters, micro-batch numbers where they fit, dots where a slot is idle.
+
+    rank 0  F0─F1─F2─F3─......B0────B1────B2────B3────
+    rank 1  ...F0─F1─F2─F3─B0────B1────B2────B3────...
+            0 s       10 s      20 s      30 s      40 s
+
+Each column shows what its slot does in the middle of it. In colour the lines that fill a box have the colour of the
+box, so they are seen only where there is none. Odd chunks of a rank are written in lower case.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from rich.style import Style
+from rich.text import Text
+
+from penstock.core.action import Action, Op
+from penstock.core.schedule import LongArray
+from penstock.core.timeline import Timeline
+from penstock.reports.axis import ticks
+from penstock.reports.boxes import Boxes, busy
+from penstock.reports.describe import LETTERS, WORDS, chunk_of_stage, slot_labels
+from penstock.reports.palette import ink, shade
+from penstock.reports.panels import Panel, longest
+
+IDLE, FILL = ".", "─"
+QUIET = Style(dim=True)
+FEWEST = 10  # columns of time, however narrow the terminal
+TICK_ROOM = 12  # columns that a label of the axis may take
+
+
+def gantt(timeline: Timeline, width: int = 100) -> Text:
+    """One line a slot, `width` columns wide with its label, an axis and a legend below."""
+    boxes, labels = busy(timeline), slot_labels(timeline.schedule.shape)
+    margin = max(map(len, labels)) + 2
+    columns = max(FEWEST, width - margin)
+    span = longest([Panel("", timeline)])
+    painter = _Painter(boxes)
+    text = Text(no_wrap=True, overflow="ignore")
+    for slot, label in enumerate(labels):
+        text.append(label.ljust(margin), QUIET)
+        painter.line(text, _columns(boxes, slot, columns, span))
+        text.append("\n")
+    text.append(" " * margin + _axis(span, columns), QUIET)
+    painter.legend(text, margin, columns)
+    return text
+
+
+def _columns(boxes: Boxes, slot: int, columns: int, span: float) -> LongArray:
+    """The box that each column of a slot's line shows, -1 where it is idle."""
+    mine = boxes.of_slot(slot)
+    if not mine:
+        return np.full(columns, -1, dtype=np.int64)
+    middle = (np.arange(columns) + 0.5) * span / columns
+    box = np.searchsorted(boxes.start[mine.start : mine.stop], middle, side="right") - 1 + mine.start
+    return np.where((box >= mine.start) & (boxes.end[box] > middle), box, -1)
+
+
+def _axis(span: float, columns: int) -> str:
+    line = [" "] * columns
+    for moment, label in ticks(span, columns // TICK_ROOM):
+        at = round(moment / span * columns)
+        if at + len(label) <= columns:
+            line[at : at + len(label)] = label
+    return "".join(line).rstrip()
+
+
+class _Painter:
+    """Writes boxes in the style of their operation and chunk."""
+
+    def __init__(self, boxes: Boxes) -> None:
+        shape = boxes.schedule.shape
+        self.boxes, self.chunk, self.chunks = boxes, chunk_of_stage(shape), shape.chunks
+
+    def line(self, text: Text, columns: LongArray) -> None:
+        """Runs of equal columns, one box each."""
+        edges = np.flatnonzero(np.diff(columns, prepend=-2, append=-2))
+        for first, last in pairwise(edges.tolist()):
+            box = int(columns[first])
+            if box < 0:
+                text.append(IDLE * (last - first), QUIET)
+            else:
+                self._box(text, box, last - first)
+
+    def _box(self, text: Text, box: int, room: int) -> None:
+        """An overlapped pair is written as F5&B2, half of it in either colour."""
+        action = self.boxes.action(box)
+        half = room if action.joined is None else room // 2
+        self._part(text, action, "", half)
+        if action.joined is not None:
+            self._part(text, action.joined, "&", room - half)
+
+    def _part(self, text: Text, action: Action, lead: str, room: int) -> None:
+        chunk = int(self.chunk[action.stage])
+        letter = lead + (LETTERS[action.op][0].lower() if chunk % 2 else LETTERS[action.op][0])
+        name = letter + (str(action.microbatch) if action.microbatch >= 0 else "")
+        name = (name if len(name) <= room else letter)[:room]
+        fill = shade(action.op, chunk, self.chunks)
+        text.append(name, Style(color=ink(fill), bgcolor=fill))
+        text.append(FILL * (room - len(name)), Style(color=fill, bgcolor=fill))
+
+    def legend(self, text: Text, margin: int, columns: int) -> None:
+        """The operations drawn, in as many lines as they need."""
+        entries = [(LETTERS[op], WORDS[op], shade(op)) for op in map(Op, np.unique(self.boxes.op).tolist())]
+        entries.append((IDLE, "idle", ""))
+        if self.chunks > 1:
+            entries.append(("f b", "odd chunks of a rank", ""))
+        used = columns
+        for sign, words, fill in entries:
+            size = len(sign) + len(words) + 3
+            if used + size > columns + 2:  # the last entry of a line needs no gap behind it
+                text.append("\n" + " " * margin)
+                used = 0
+            text.append(sign, Style(color=ink(fill), bgcolor=fill) if fill else QUIET)
+            text.append(f" {words}  ", QUIET)
+            used += size

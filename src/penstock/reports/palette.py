@@ -1,0 +1,77 @@
+"""Colours, in one place. Every writer draws an operation in the same one.
+
+The fills differ in lightness as well as in hue, so that they stay apart for colour-blind readers and in grey; they are
+of middle lightness, so that one set serves light and dark pages. A rank's later chunks are drawn paler.
+"""
+
+from __future__ import annotations
+
+from penstock.core.action import Op
+from penstock.core.memory import Kind
+
+DARK_INK, LIGHT_INK = "#10151c", "#ffffff"
+PALEST = 0.5  # how far the last chunk of a rank is mixed with white
+
+FILLS: dict[Op, str] = {
+    Op.F: "#5ba7e8",
+    Op.B: "#ee9a2d",
+    Op.I: "#f7d65c",
+    Op.W: "#1a9b7b",
+    Op.FB: "#5ba7e8",  # its lower half is drawn as a B
+    Op.SEND_F: "#2b6fb3",
+    Op.RECV_F: "#2b6fb3",
+    Op.SEND_B: "#b3641a",
+    Op.RECV_B: "#b3641a",
+    Op.REDUCE: "#c86fa3",
+    Op.UPDATE: "#6656c4",
+    Op.UNSHARD: "#8b949e",
+    Op.RESHARD: "#6b7480",
+}
+
+KIND_FILLS: dict[Kind, str] = {
+    Kind.WEIGHTS: "#8b949e",
+    Kind.OPTIMIZER: "#6b7480",
+    Kind.VERSIONS: "#6656c4",
+    Kind.GRADIENTS: "#c86fa3",
+    Kind.ACTIVATIONS: "#5ba7e8",
+    Kind.HELD: "#1a9b7b",
+    Kind.RECOMPUTE: "#ee9a2d",
+}
+
+# Stacked from the bottom: what stands all the time first, so that the curves above it keep their shape.
+STACK: tuple[Kind, ...] = tuple(KIND_FILLS)
+
+Rgb = tuple[int, int, int]
+
+
+def rgb(colour: str) -> Rgb:
+    """The three parts of '#rrggbb', 0 to 255."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return red, green, blue
+
+
+def shade(op: Op, chunk: int = 0, chunks: int = 1) -> str:
+    """The fill of an operation on one of a rank's chunks."""
+    pale = PALEST * chunk / max(chunks - 1, 1)
+    return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in rgb(FILLS[op]))
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of WCAG 2, 0 for black to 1 for white."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in _unit(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast of WCAG 2, 1 to 21."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def ink(fill: str) -> str:
+    """The ink that is read more easily on a fill."""
+    return max((DARK_INK, LIGHT_INK), key=lambda colour: contrast(colour, fill))
+
+
+def _unit(colour: str) -> list[float]:
+    return [part / 255 for part in rgb(colour)]
