@@ -59,7 +59,7 @@ _FROM_SIGN = {pair: op for op, pair in _TRANSFER_SIGN.items()}
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one slot. `peer` and `replica` name the other end of a transfer; `joined` is the backward of an FB."""
+    """One action of one slot: `peer` and `replica` name a transfer's other end, `joined` is the backward of an FB."""
 
     op: Op
     stage: int

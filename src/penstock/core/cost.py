@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.core.cluster import Cluster
 from penstock.core.links import FloatArray, Links, cluster_links, pair_links, ring_seconds
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
+from penstock.core.schedule import BoolArray
 from penstock.core.shape import Shape
 from penstock.errors import InputError
 
-BoolArray = npt.NDArray[np.bool_]
 Numbers = float | Sequence[float] | FloatArray
 
 
@@ -59,7 +59,9 @@ def per_rank(shape: Shape, what: str, numbers: Numbers) -> FloatArray:
     """One number for every stage from one number, or one a rank, of which each of its chunks takes an equal part."""
     values = np.atleast_1d(np.asarray(numbers, dtype=np.float64))
     if values.shape not in ((1,), (shape.ranks,)):
-        raise InputError(f"{what} to be one number or one for each of {shape.ranks} stages", values.tolist(), "give either")
+        raise InputError(
+            f"{what} to be one number or one for each of {shape.ranks} stages", values.tolist(), "give either"
+        )
     if not (np.isfinite(values).all() and (values >= 0).all()):
         raise InputError(f"{what} to be finite and 0 or more", values.tolist(), f"correct {what}")
     chunks = np.bincount(shape.stage_rank)
@@ -164,5 +166,5 @@ def _reduce_seconds(shape: Shape, stage: int, size: float, devices: Sequence[int
     members = [devices[shape.slot(stage, j)] for j in range(int(shape.stage_replicas[stage]))]
     if len(members) < 2:
         return 0.0
-    level = cluster.levels[max(cluster.meeting_level(a, b) for a, b in zip(members, members[1:], strict=False))]
+    level = cluster.levels[max(cluster.meeting_level(a, b) for a, b in pairwise(members))]
     return ring_seconds(len(members), size, level.reduce_bandwidth or level.bandwidth, level.latency)

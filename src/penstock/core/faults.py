@@ -51,9 +51,11 @@ class Report:
     def __str__(self) -> str:
         if self.ok:
             return "sound: every law holds"
-        lines = [f"{len(self.faults)} fault{'s' if len(self.faults) > 1 else ''} in schedule {self.schedule.shape.name!r}"]
+        count = f"{len(self.faults)} fault{'s' if len(self.faults) > 1 else ''}"
+        lines = [f"{count} in schedule {self.schedule.shape.name!r}"]
         for number, fault in enumerate(self.faults[:DRAWN], 1):
-            lines += [f"{number:3}. {_place(self.schedule, fault.slot)}: {fault.message}", *_excerpt(self.schedule, fault)]
+            lines.append(f"{number:3}. {_place(self.schedule, fault.slot)}: {fault.message}")
+            lines += _excerpt(self.schedule, fault)
         if len(self.faults) > DRAWN:
             lines.append(f"     and {len(self.faults) - DRAWN} more")
         return "\n".join(lines)

@@ -54,8 +54,11 @@ def _compile(function: Any, inline: str = "never") -> Callable[..., Any]:
             scope[name] = _compile(scope[name], inline="always")  # a call would count references to every array
     linked = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     linked.__module__, linked.__qualname__ = function.__module__, function.__qualname__
-    options = {"inline": inline, "error_model": "numpy"}  # kernels never divide by zero: skip looking for it
+    # Kernels never divide by zero: numpy's error model does not look for it.
+    options: dict[str, Any] = {"inline": inline, "error_model": "numpy"}
+    compiled: Callable[..., Any]
     try:
-        return numba.njit(cache=True, **options)(linked)  # type: ignore[no-any-return]
+        compiled = numba.njit(cache=True, **options)(linked)
     except RuntimeError:  # nowhere to keep it: compile again in every process
-        return numba.njit(**options)(linked)  # type: ignore[no-any-return]
+        compiled = numba.njit(**options)(linked)
+    return compiled

@@ -15,8 +15,9 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.jit import helper, kernel
-from penstock.core.schedule import Rows, Schedule
-from penstock.core.shape import Law
+from penstock.core.schedule import BoolArray, LongArray, OpArray, Rows, Schedule
+from penstock.core.shape import IntArray, Law
+from penstock.errors import InputError
 
 # Kernels see plain integers: a compiled loop cannot look into an enum.
 F, B, I, W, FB = int(Op.F), int(Op.B), int(Op.I), int(Op.W), int(Op.FB)
@@ -28,6 +29,7 @@ def lower(schedule: Schedule) -> Schedule:
     """The same schedule with every transfer, reduction and update in its place."""
     if schedule.lowered:
         return schedule
+    _require_compute(schedule)
     shape, rows, near = schedule.shape, schedule.rows, schedule.shape.neighbours()
     rounds = max(shape.rounds(stage) for stage in range(shape.stages))
     longest = _longest(schedule)
@@ -43,6 +45,16 @@ def lower(schedule: Schedule) -> Schedule:
     )
     made = starts[-1]
     return Schedule(shape, Rows(ops[:made], *out[:, :made]), starts, lowered=True)
+
+
+def _require_compute(schedule: Schedule) -> None:
+    own = np.flatnonzero((schedule.rows.op > FB) & (schedule.rows.op <= UPDATE))
+    if len(own):
+        raise InputError(
+            "compute actions alone in a schedule that is not lowered",
+            str(schedule.action(int(own[0]))),
+            "drop it, or hand in the whole list with lowered=True",
+        )
 
 
 def _longest(schedule: Schedule) -> int:
@@ -66,14 +78,30 @@ def _meeting(ours: int, theirs: int) -> int:
 
 
 @helper
-def _put(ops, out, at, op, stage, microbatch, version, peer, replica):  # type: ignore[no-untyped-def]
+def _put(
+    ops: OpArray, out: IntArray, at: int, op: int, stage: int, microbatch: int, version: int, peer: int, replica: int
+) -> int:
     ops[at] = op
     out[0, at], out[1, at], out[2, at], out[3, at], out[4, at] = stage, microbatch, version, peer, replica
     return at + 1
 
 
 @helper
-def _put_transfers(ops, out, at, op, stage, k, others, first, last, own, turn, stage_rank, stage_replicas):  # type: ignore[no-untyped-def]  # fmt: skip
+def _put_transfers(
+    ops: OpArray,
+    out: IntArray,
+    at: int,
+    op: int,
+    stage: int,
+    k: int,
+    others: IntArray,
+    first: int,
+    last: int,
+    own: int,
+    turn: int,
+    stage_rank: IntArray,
+    stage_replicas: IntArray,
+) -> int:
     """One transfer for each replica of each neighbour on another rank that shares rows with replica `own`."""
     for e in range(first, last):
         other = others[e]
@@ -91,7 +119,7 @@ def _put_transfers(ops, out, at, op, stage, k, others, first, last, own, turn, s
 
 
 @helper
-def _put_round(ops, out, at, stage, made, replicated, update):  # type: ignore[no-untyped-def]
+def _put_round(ops: OpArray, out: IntArray, at: int, stage: int, made: int, replicated: bool, update: bool) -> int:
     """Reduction and update that make version `made`."""
     if replicated:
         at = _put(ops, out, at, REDUCE, stage, -1, made, -1, -1)
@@ -101,7 +129,19 @@ def _put_round(ops, out, at, stage, made, replicated, update):  # type: ignore[n
 
 
 @helper
-def _mark_ends(op, stage, microbatch, first, last, stage_replicas, per_batch, turns, closing, ending, ends):  # type: ignore[no-untyped-def]  # fmt: skip
+def _mark_ends(
+    op: OpArray,
+    stage: IntArray,
+    microbatch: IntArray,
+    first: int,
+    last: int,
+    stage_replicas: IntArray,
+    per_batch: int,
+    turns: bool,
+    closing: LongArray,
+    ending: LongArray,
+    ends: BoolArray,
+) -> None:
     """Find the row that completes each stage's gradient of each round, and the last row of each mini-batch.
 
     Rows are read backwards, so the first of a kind that is met is the last one; `ends` marks them.
@@ -121,12 +161,12 @@ def _mark_ends(op, stage, microbatch, first, last, stage_replicas, per_batch, tu
 
 @kernel
 def _emit(
-    op, stage, microbatch, version, starts,
-    slot_rank, slot_replica, stage_rank, stage_replicas,
-    after_at, after, before_at, before,
-    per_batch, batches, rounds, turns, sync,
-    ops, out, out_starts,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    op: OpArray, stage: IntArray, microbatch: IntArray, version: IntArray, starts: LongArray,
+    slot_rank: IntArray, slot_replica: IntArray, stage_rank: IntArray, stage_replicas: IntArray,
+    after_at: IntArray, after: IntArray, before_at: IntArray, before: IntArray,
+    per_batch: int, batches: int, rounds: int, turns: bool, sync: bool,
+    ops: OpArray, out: IntArray, out_starts: LongArray,
+) -> None:  # fmt: skip
     stages = len(stage_rank)
     closing = np.full((stages, rounds), -1, dtype=np.int64)
     ending = np.full(batches, -1, dtype=np.int64)
@@ -134,7 +174,9 @@ def _emit(
     at = 0
     for slot in range(len(slot_rank)):
         rank, own, row = slot_rank[slot], slot_replica[slot], starts[slot]
-        _mark_ends(op, stage, microbatch, row, starts[slot + 1], stage_replicas, per_batch, turns, closing, ending, ends)
+        _mark_ends(
+            op, stage, microbatch, row, starts[slot + 1], stage_replicas, per_batch, turns, closing, ending, ends
+        )
         while row < starts[slot + 1]:
             stop = row + 2 if op[row] == FB and row + 1 < starts[slot + 1] else row + 1
             for phase in range(3):  # receives of the row (or overlapped pair), the row itself, its sends
@@ -143,7 +185,7 @@ def _emit(
                     if phase == 1:
                         at = _put(ops, out, at, op[r], s, k, version[r], -1, -1)
                         continue
-                    if op[r] == W or not 0 <= s < stages or stage_rank[s] != rank:
+                    if op[r] == W or op[r] > FB or not 0 <= s < stages or stage_rank[s] != rank:
                         continue
                     forward = op[r] == F or op[r] == FB
                     turn = k // per_batch if turns else -1
@@ -153,7 +195,9 @@ def _emit(
                     else:
                         kind = RECV_B if phase == 0 else SEND_F
                         first, last, others = after_at[s], after_at[s + 1], after
-                    at = _put_transfers(ops, out, at, kind, s, k, others, first, last, own, turn, stage_rank, stage_replicas)  # fmt: skip
+                    at = _put_transfers(
+                        ops, out, at, kind, s, k, others, first, last, own, turn, stage_rank, stage_replicas
+                    )
             for r in range(row, stop):
                 if not ends[r]:
                     continue

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.jit import helper, kernel
-from penstock.core.schedule import OpArray, Schedule
+from penstock.core.schedule import LongArray, OpArray, Schedule
 from penstock.core.shape import IntArray
 
 SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
@@ -46,7 +46,17 @@ def match(schedule: Schedule) -> Match:
 
 
 @helper
-def _lane(a, i, b, j, turn, stage_replicas, after_at, after, after_lane):  # type: ignore[no-untyped-def]
+def _lane(
+    a: int,
+    i: int,
+    b: int,
+    j: int,
+    turn: int,
+    stage_replicas: IntArray,
+    after_at: IntArray,
+    after: IntArray,
+    after_lane: IntArray,
+) -> int:
     """The lane of an edge between two replicas, -1 where nothing flows between them."""
     ours, theirs = stage_replicas[a], stage_replicas[b]
     if turn >= 0:
@@ -62,12 +72,12 @@ def _lane(a, i, b, j, turn, stage_replicas, after_at, after, after_lane):  # typ
 
 @kernel
 def _match(
-    op, stage, microbatch, peer, replica, starts,
-    slot_rank, slot_replica, stage_rank, stage_replicas,
-    after_at, after, after_lane,
-    total, per_batch, turns,
-    sends, receives, lane, flaw,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    op: OpArray, stage: IntArray, microbatch: IntArray, peer: IntArray, replica: IntArray, starts: LongArray,
+    slot_rank: IntArray, slot_replica: IntArray, stage_rank: IntArray, stage_replicas: IntArray,
+    after_at: IntArray, after: IntArray, after_lane: IntArray,
+    total: int, per_batch: int, turns: bool,
+    sends: IntArray, receives: IntArray, lane: IntArray, flaw: OpArray,
+) -> None:  # fmt: skip
     stages = len(stage_rank)
     for slot in range(len(slot_rank)):
         rank, own = slot_rank[slot], slot_replica[slot]
@@ -77,7 +87,12 @@ def _match(
                 continue
             s, other, their, k = stage[row], peer[row], replica[row], microbatch[row]
             known = 0 <= s < stages and 0 <= other < stages and 0 <= k < total
-            if not known or stage_rank[s] != rank or stage_rank[other] == rank or not 0 <= their < stage_replicas[other]:
+            if (
+                not known
+                or stage_rank[s] != rank
+                or stage_rank[other] == rank
+                or not 0 <= their < stage_replicas[other]
+            ):
                 flaw[row] = STRAY
                 continue
             # The activation runs from `a`, replica i, to `b`, replica j; the gradient the other way over the same lane.

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.cost import BoolArray, Costs, shares
+from penstock.core.cost import Costs, shares
 from penstock.core.links import FloatArray
-from penstock.core.schedule import Schedule
+from penstock.core.schedule import BoolArray, Schedule
 from penstock.core.shape import Law
 
 
@@ -121,7 +121,7 @@ def most_versions(schedule: Schedule) -> FloatArray:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes on every slot, by kind: `standing` all the time, `begun` and `ended` on top, after each row's start and end."""
+    """Bytes on every slot, by kind: `standing` all the time; on top, after each row's start and after its end."""
 
     standing: dict[Kind, FloatArray]  # by slot
     begun: dict[Kind, FloatArray]  # by row
@@ -137,10 +137,11 @@ class Memory:
             **activation_changes(schedule, costs),
         }
         by_row = {kind: levels(schedule, change) for kind, change in changes.items()}
-        weights = np.bincount(shape.stage_rank, foot.weights, shape.ranks)[shape.slot_rank]
-        optimizer = np.bincount(shape.stage_rank, foot.optimizer, shape.ranks)[shape.slot_rank]
+        weights, optimizer = np.zeros(shape.ranks), np.zeros(shape.ranks)
+        np.add.at(weights, shape.stage_rank, foot.weights)
+        np.add.at(optimizer, shape.stage_rank, foot.optimizer)
         return cls(
-            {Kind.WEIGHTS: weights, Kind.OPTIMIZER: optimizer},
+            {Kind.WEIGHTS: weights[shape.slot_rank], Kind.OPTIMIZER: optimizer[shape.slot_rank]},
             {kind: begun for kind, (begun, _) in by_row.items()},
             {kind: ended for kind, (_, ended) in by_row.items()},
         )
@@ -162,5 +163,7 @@ class Memory:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Memory:
-        parts = ({Kind(kind): np.array(values) for kind, values in data[p].items()} for p in ("standing", "begun", "ended"))
-        return cls(*parts)
+        def read(part: str) -> dict[Kind, FloatArray]:
+            return {Kind(kind): np.array(values) for kind, values in data[part].items()}
+
+        return cls(read("standing"), read("begun"), read("ended"))

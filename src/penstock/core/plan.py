@@ -36,7 +36,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if len(self.stages) != len(self.placement):
-            raise InputError(f"one rank for each of {len(self.stages)} stages", len(self.placement), "complete the plan")
+            raise InputError(
+                f"one rank for each of {len(self.stages)} stages", len(self.placement), "complete the plan"
+            )
         if set(self.placement) != set(range(len(self.devices))):
             raise InputError(
                 f"ranks 0 to {len(self.devices) - 1} in the placement", sorted(set(self.placement)), "correct the plan"

@@ -28,9 +28,7 @@ class Layer:
         for entry in fields(self)[1:]:
             value = getattr(self, entry.name)
             if not (isfinite(value) and value >= 0):
-                raise InputError(
-                    f"{entry.name} of layer {self.name!r} to be 0 or more", value, "correct the profile"
-                )
+                raise InputError(f"{entry.name} of layer {self.name!r} to be 0 or more", value, "correct the profile")
 
     @property
     def seconds(self) -> float:

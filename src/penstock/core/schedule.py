@@ -15,9 +15,11 @@ import numpy.typing as npt
 
 from penstock.core.action import COMPUTE, Action, Op
 from penstock.core.shape import IntArray, Shape
+from penstock.errors import InputError
 
 OpArray = npt.NDArray[np.uint8]
 LongArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +37,14 @@ class Rows:
         return len(self.op)
 
     @classmethod
-    def compute(cls, op: npt.ArrayLike, stage: npt.ArrayLike, microbatch: npt.ArrayLike, version: npt.ArrayLike) -> Rows:
+    def compute(
+        cls, op: npt.ArrayLike, stage: npt.ArrayLike, microbatch: npt.ArrayLike, version: npt.ArrayLike
+    ) -> Rows:
         """Rows without transfers: the two columns of the other end cost no memory."""
         ops = np.asarray(op, dtype=np.uint8)
         nobody = np.broadcast_to(np.int32(-1), ops.shape)
-        columns = (np.asarray(column, dtype=np.int32) for column in (stage, microbatch, version))
-        return cls(ops, *columns, nobody, nobody)
+        at, k, v = (np.asarray(column, dtype=np.int32) for column in (stage, microbatch, version))
+        return cls(ops, at, k, v, nobody, nobody)
 
     @classmethod
     def of_actions(cls, actions: Iterable[Action]) -> Rows:
@@ -48,7 +52,8 @@ class Rows:
         table = np.array(
             [(a.op, a.stage, a.microbatch, a.version, a.peer, a.replica) for a in flat], dtype=np.int32
         ).reshape(-1, 6)
-        return cls(table[:, 0].astype(np.uint8), *(table[:, column].copy() for column in range(1, 6)))
+        op, stage, microbatch, version, peer, replica = table.T.copy()
+        return cls(op.astype(np.uint8), stage, microbatch, version, peer, replica)
 
     def columns(self) -> tuple[OpArray, IntArray, IntArray, IntArray, IntArray, IntArray]:
         return self.op, self.stage, self.microbatch, self.version, self.peer, self.replica
@@ -58,7 +63,9 @@ class Rows:
         return Rows(*(column[index] for column in self.columns()))
 
     def same_as(self, other: Rows) -> bool:
-        return all(np.array_equal(a, b) for a, b in zip(self.columns(), other.columns(), strict=True))
+        ours: tuple[np.ndarray, ...] = self.columns()
+        theirs: tuple[np.ndarray, ...] = other.columns()
+        return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _flatten(action: Action) -> tuple[Action, ...]:
@@ -76,6 +83,8 @@ class Schedule:
 
     @classmethod
     def of_slots(cls, shape: Shape, slots: Sequence[Sequence[Action]], lowered: bool = False) -> Schedule:
+        if len(slots) != shape.slots:
+            raise InputError(f"one list of actions for each of {shape.slots} slots", len(slots), "give one a slot")
         rows = Rows.of_actions(action for slot in slots for action in slot)
         lengths = [sum(len(_flatten(action)) for action in slot) for slot in slots]
         return cls(shape, rows, np.concatenate(([0], np.cumsum(lengths))).astype(np.int64), lowered)
@@ -99,7 +108,7 @@ class Schedule:
         """The slot of every row."""
         return np.repeat(np.arange(self.shape.slots, dtype=np.int32), np.diff(self.starts))
 
-    def is_compute(self) -> npt.NDArray[np.bool_]:
+    def is_compute(self) -> BoolArray:
         """Which rows are compute actions (the rest are transfers, reductions, updates)."""
         return np.isin(self.rows.op, [int(op) for op in COMPUTE])
 

@@ -39,7 +39,7 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True)
 class Shape:
-    """The frame of a schedule. `placement[s]` is the rank of stage s; `edges` are the stage pairs that exchange data."""
+    """The frame of a schedule. `placement[s]` is the rank of stage s; `edges` are the stages that exchange data."""
 
     name: str
     law: Law
@@ -81,6 +81,8 @@ class Shape:
                 raise InputError(
                     f"edges from an earlier to a later of {self.stages} stages", edge, "order the stages by the model"
                 )
+        if len(set(self.edges)) < len(self.edges):
+            raise InputError("each edge once", list(self.edges), "drop the second of two equal ones")
         if self.sharing is Sharing.TURNS and self.law in (Law.SYNC, Law.TWO_BW):
             raise InputError(
                 f"replicas that split each micro-batch under the law {self.law.value!r}",

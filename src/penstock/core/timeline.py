@@ -18,7 +18,7 @@ from penstock.core.action import Op
 from penstock.core.cost import Costs
 from penstock.core.links import FloatArray
 from penstock.core.memory import ACTIVATION_KINDS, Memory, most_versions
-from penstock.core.schedule import Schedule
+from penstock.core.schedule import BoolArray, Schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Timeline:
 
     @property
     def peak_activations(self) -> FloatArray:
-        """The most activations every slot holds: those of forwards, of weight gradients to come, and recomputed ones."""
+        """The most activations every slot holds: of forwards, of weight gradients to come, and recomputed ones."""
         memory = self.memory
         return np.zeros(self.schedule.shape.slots) if memory is None else memory.peak(self.schedule, ACTIVATION_KINDS)
 
@@ -55,10 +55,10 @@ class Timeline:
         return most_versions(self.schedule)
 
     @cached_property
-    def _busy(self) -> np.ndarray:
+    def _busy(self) -> BoolArray:
         """Rows during which a slot computes; the backward of an overlapped pair is counted with its forward."""
         op = self.schedule.rows.op
-        busy = (op <= Op.FB) | (op == Op.UPDATE)
+        busy: BoolArray = (op <= Op.FB) | (op == Op.UPDATE)
         busy[1:] &= op[:-1] != Op.FB
         return busy
 
@@ -70,7 +70,10 @@ class Timeline:
     def work(self) -> FloatArray:
         """Seconds of compute of every slot."""
         seconds = np.where(self._busy, self.end - self.start, 0.0)
-        return np.bincount(self.schedule.slot_of_rows(), seconds, self.schedule.shape.slots)
+        return self._per_slot(seconds)
+
+    def _per_slot(self, by_row: FloatArray) -> FloatArray:
+        return np.bincount(self.schedule.slot_of_rows(), by_row, self.schedule.shape.slots).astype(np.float64)
 
     @property
     def idle(self) -> FloatArray:
@@ -86,7 +89,7 @@ class Timeline:
         last = np.full(self.schedule.shape.slots, -np.inf)
         np.minimum.at(first, slot, self.start[busy])
         np.maximum.at(last, slot, self.end[busy])
-        worked = np.bincount(slot, (self.end - self.start)[busy], self.schedule.shape.slots)
+        worked = self._per_slot(np.where(busy, self.end - self.start, 0.0))
         return np.where(last >= first, last - first - worked, 0.0)
 
     @property
@@ -111,6 +114,4 @@ class Timeline:
     def from_json(cls, data: dict[str, Any]) -> Timeline:
         schedule = Schedule.from_json(data["timeline"])
         recorded = None if data["memory"] is None else Memory.from_json(data["memory"])
-        return cls(
-            schedule, np.array(data["start"]), np.array(data["end"]), bool(data["measured"]), recorded=recorded
-        )
+        return cls(schedule, np.array(data["start"]), np.array(data["end"]), bool(data["measured"]), recorded=recorded)

@@ -29,9 +29,7 @@ class Ask:
                 raise InputError(f"{what} to be a whole number of at least 1", repr(value), f"change {what}")
 
     def shape(self, placement: tuple[int, ...], law: Law = Law.SYNC, sharing: Sharing = Sharing.SPLIT) -> Shape:
-        return Shape(
-            self.name, law, placement, self.microbatches, self.batches, self.replicas, sharing, self.edges
-        )
+        return Shape(self.name, law, placement, self.microbatches, self.batches, self.replicas, sharing, self.edges)
 
     def straight(self, law: Law = Law.SYNC, sharing: Sharing = Sharing.SPLIT) -> Shape:
         """One stage a rank, in order."""

@@ -1,7 +1,7 @@
 """Pipelines without a flush, as loops: `warm` forwards ahead, then one forward, one backward for ever.
 
-Every method here runs the same body; they differ in the weight version an action names. With w the rank's warm-up, r its
-replicas, m micro-batches a mini-batch and t the number of a micro-batch among those of its replica (k for one replica):
+Every method here runs the same body; they differ in the weight version an action names. With w the rank's warm-up, m
+micro-batches a mini-batch and t the number of a micro-batch among those of its replica (k for one replica):
 
     newest version at the forward    floor((t - w) / m)          at the backward    floor(t / m)
 
@@ -56,5 +56,7 @@ def _rows(op: Op, stage: int, number: IntArray, version: IntArray) -> Rows:
 
 
 def _alternate(a: Rows, b: Rows) -> Rows:
-    pairs = (np.stack(pair, axis=1).ravel() for pair in zip(a.columns()[:4], b.columns()[:4], strict=True))
-    return Rows.compute(*pairs)
+    new: tuple[np.ndarray, ...] = a.columns()[:4]
+    old: tuple[np.ndarray, ...] = b.columns()[:4]
+    op, stage, number, version = (np.stack(pair, axis=1).ravel() for pair in zip(new, old, strict=True))
+    return Rows.compute(op, stage, number, version)

@@ -1,8 +1,8 @@
 """Naive model parallelism: one micro-batch goes through all ranks and back before the next one starts.
 
-    rank 0   F0 .  .  .  B0 F1 .  .  .  B1
-    rank 1   .  F0 .  B0 .  .  F1 .  B1 .
-    rank 2   .  .  F0B0  .  .  .  F1B1  .
+rank 0   F0 .  .  .  B0 F1 .  .  .  B1
+rank 1   .  F0 .  B0 .  .  F1 .  B1 .
+rank 2   .  .  F0B0  .  .  .  F1B1  .
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """1F1B (PipeDream-Flush): rank r of p runs p-1-r forwards ahead, then one forward, one backward.
 
-    rank 0   F0 F1 F2 .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
-    rank 1   .  F0 F1 .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
-    rank 2   .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
+rank 0   F0 F1 F2 .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
+rank 1   .  F0 F1 .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
+rank 2   .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
 """
 
 from __future__ import annotations

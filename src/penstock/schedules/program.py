@@ -1,7 +1,7 @@
 """A small algebra of compute programs: what one rank does in one mini-batch, as three arrays.
 
 Most pipelines are *sweeps*: step i of a rank does one action of each kind, each for a micro-batch a fixed distance
-away from i, and steps outside the mini-batch fall away at both ends. 1F1B on rank r of p is `sweep((F, p-1-r), (B, 0))`:
+away from i, and steps outside the mini-batch fall away at both ends. 1F1B on rank r of p sweeps (F, p-1-r), (B, 0):
 
     i        -2  -1   0   1   2   3        rank 1 of 4, m = 4: two forwards ahead
     F i+2     0   1   2   3   .   .
@@ -83,5 +83,5 @@ def flush(shape: Shape, ranks: Sequence[Program]) -> Schedule:
 
 def _repeated(program: Program, shape: Shape) -> Rows:
     batch = np.repeat(np.arange(shape.batches, dtype=np.int32), len(program.op))
-    op, stage, number = (np.tile(column, shape.batches) for column in program)
-    return Rows.compute(op, stage, number + batch * np.int32(shape.microbatches), batch)
+    number = np.tile(program.microbatch, shape.batches) + batch * np.int32(shape.microbatches)
+    return Rows.compute(np.tile(program.op, shape.batches), np.tile(program.stage, shape.batches), number, batch)

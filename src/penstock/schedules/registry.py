@@ -69,7 +69,10 @@ METHODS: dict[str, Method] = {
             "no flush, one update a mini-batch, stashed weights",
             asynchronous=True,
             microbatches=1,
-            options={"stash": "False: forward and backward both take the newest weights", "vertical_sync": "True: all stages use the first stage's version"},
+            options={
+                "stash": "False: forward and backward both take the newest weights",
+                "vertical_sync": "True: all stages use the first stage's version",
+            },
         ),
         Method("2bw", two_bw, "no flush, two weight versions, delay exactly one", "m at least p", asynchronous=True),
         Method("pipemare", pipemare, "no flush, one weight copy, corrected for delay", asynchronous=True),

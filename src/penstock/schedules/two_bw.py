@@ -1,6 +1,6 @@
 """PipeDream-2BW (Narayanan et al. 2021): gradients of m micro-batches make one version; two versions are enough.
 
-Micro-batch k of mini-batch b uses version max(b - 1, 0), forward and backward, on every stage: the delay is exactly one.
+A micro-batch of mini-batch b uses version max(b - 1, 0), forward and backward, on every stage: a delay of exactly one.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from penstock.core.check import Proven
 from penstock.core.cost import Costs, shares
 from penstock.core.jit import helper, kernel
 from penstock.core.links import FloatArray
-from penstock.core.schedule import Schedule
+from penstock.core.schedule import LongArray, OpArray, Schedule
+from penstock.core.shape import IntArray
 
 F, B, I, W, FB = int(Op.F), int(Op.B), int(Op.I), int(Op.W), int(Op.FB)
 SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
@@ -55,7 +56,7 @@ def seconds_table(schedule: Schedule, costs: Costs) -> FloatArray:
 
 
 @helper
-def _wake(ready, height, heap, shared, time, slot):  # type: ignore[no-untyped-def]
+def _wake(ready: LongArray, height: int, heap: list[tuple[float, int]], shared: bool, time: float, slot: int) -> int:
     """Put a slot among those that can go on; returns the new height of the stack."""
     if shared:
         heapq.heappush(heap, (time, slot))
@@ -66,13 +67,13 @@ def _wake(ready, height, heap, shared, time, slot):  # type: ignore[no-untyped-d
 
 @kernel
 def _clock(
-    op, stage, microbatch, peer, replica, starts,
-    slot_replica, stage_replicas, stage_slot,
-    sends, receives, lane,
-    seconds, slowdown, reduce_seconds, overlap,
-    link_seconds, latency, leave, enter, resources, shared,
-    start, end,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    op: OpArray, stage: IntArray, microbatch: IntArray, peer: IntArray, replica: IntArray, starts: LongArray,
+    slot_replica: IntArray, stage_replicas: IntArray, stage_slot: IntArray,
+    sends: IntArray, receives: IntArray, lane: IntArray,
+    seconds: FloatArray, slowdown: FloatArray, reduce_seconds: FloatArray, overlap: float,
+    link_seconds: FloatArray, latency: FloatArray, leave: IntArray, enter: IntArray, resources: int, shared: bool,
+    start: FloatArray, end: FloatArray,
+) -> None:  # fmt: skip
     slots, stages = len(slot_replica), len(stage_slot)
     at = starts[:-1].copy()  # next row of every slot
     now = np.zeros(slots)

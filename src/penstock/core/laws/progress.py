@@ -1,20 +1,24 @@
-"""Can every slot reach the end of its list? And if not, who waits for whom?
+"""Law 5: every slot reaches the end of its list; and if not, who waits for whom.
 
-Three kinds of transfer. *Buffered*: a send never waits, a receive waits for its own message. *In order*: the same, but a
-pair of slots delivers messages in the order they were sent, so receives must stand in that order. *Blocking*: a send
+Three kinds of transfer. *Buffered*: a send never waits, a receive waits for its own message. *In order*: the same, but
+a pair of slots delivers messages in the order they were sent, so receives must stand in that order. *Blocking*: a send
 waits until the other slot stands at the matching receive; a sound schedule may rightly fail there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 
 import numpy as np
 
 from penstock.core.action import Op
+from penstock.core.faults import Fault, FaultKind
 from penstock.core.jit import kernel
+from penstock.core.laws.evidence import MORE, Evidence
 from penstock.core.match import Match
-from penstock.core.schedule import LongArray, Schedule
+from penstock.core.schedule import LongArray, OpArray, Schedule
+from penstock.core.shape import IntArray
 
 SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
 REDUCE, UPDATE = int(Op.REDUCE), int(Op.UPDATE)
@@ -26,7 +30,27 @@ class Transfers(StrEnum):
     BLOCKING = "blocking"
 
 
-def reach(schedule: Schedule, pairs: Match, blocking: bool) -> LongArray:
+def progress_faults(e: Evidence, kind: Transfers) -> Iterator[Fault]:
+    full = e.full
+    if kind is not Transfers.BUFFERED:
+        for row in _overtaken(full, e.pairs)[:MORE].tolist():
+            yield e.fault(FaultKind.CHANNEL, row, "stands behind a receive whose message was sent later")
+    at = _reach(full, e.pairs, kind is Transfers.BLOCKING)
+    for slot in range(full.shape.slots):
+        if at[slot] < full.starts[slot + 1]:
+            yield e.fault(FaultKind.DEADLOCK, int(at[slot]), f"deadlock: waits for {_awaited(e, int(at[slot]), at)}")
+
+
+def _awaited(e: Evidence, row: int, at: LongArray) -> str:
+    action, shape = e.full.action(row), e.full.shape
+    if action.op is Op.UPDATE:
+        return f"the other replicas of stage {action.stage} to reduce"
+    slot = shape.slot(action.peer, action.replica)
+    stuck = e.word(int(at[slot])) if at[slot] < e.full.starts[slot + 1] else "its end"
+    return f"rank {int(shape.slot_rank[slot])}, which stands at {stuck}"
+
+
+def _reach(schedule: Schedule, pairs: Match, blocking: bool) -> LongArray:
     """The row at which each slot gets stuck: the end of its list when it does not."""
     shape, rows = schedule.shape, schedule.rows
     at = schedule.starts[:-1].copy()
@@ -41,10 +65,10 @@ def reach(schedule: Schedule, pairs: Match, blocking: bool) -> LongArray:
 
 @kernel
 def _advance(
-    op, stage, microbatch, peer, replica, starts,
-    stage_replicas, stage_slot,
-    sends, receives, lane, blocking, at,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    op: OpArray, stage: IntArray, microbatch: IntArray, peer: IntArray, replica: IntArray, starts: LongArray,
+    stage_replicas: IntArray, stage_slot: IntArray,
+    sends: IntArray, receives: IntArray, lane: IntArray, blocking: bool, at: LongArray,
+) -> None:  # fmt: skip
     slots = len(at)
     entered = np.zeros(len(stage_slot), dtype=np.int64)  # slots of a stage in its open reduction
     reduced = np.ones((len(stage_slot), slots), dtype=np.bool_)
@@ -91,7 +115,7 @@ def _advance(
             at[slot] = row + 1
 
 
-def out_of_order(schedule: Schedule, pairs: Match) -> LongArray:
+def _overtaken(schedule: Schedule, pairs: Match) -> LongArray:
     """Receives that stand before one whose message was sent earlier over the same pair of slots."""
     slot = schedule.slot_of_rows()
     sent, received = pairs.sends.ravel(), pairs.receives.ravel()

@@ -1,4 +1,4 @@
-"""The laws of weight versions, reductions and updates, row by row.
+"""Law 4: weight versions, reductions and updates, row by row.
 
 A slot's list is read in order with what each of its stages has: the newest version, the gradients gathered for the next
 one, and whether they have been reduced. By the law of the schedule a forward of micro-batch k (mini-batch b) names
@@ -13,13 +13,17 @@ Gradients add up in one place, so those of a round wait for the update of the ro
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.census import Census
+from penstock.core.faults import Fault, FaultKind
 from penstock.core.jit import helper, kernel
-from penstock.core.schedule import IntArray, OpArray, Schedule
-from penstock.core.shape import Law
+from penstock.core.laws.census import Census
+from penstock.core.laws.evidence import MORE, Evidence
+from penstock.core.schedule import LongArray, OpArray, Schedule
+from penstock.core.shape import IntArray, Law
 
 F, B, W, FB, REDUCE, UPDATE = (int(op) for op in (Op.F, Op.B, Op.W, Op.FB, Op.REDUCE, Op.UPDATE))
 SYNC, STASH, VERTICAL, NEWEST, TWO_BW = range(5)
@@ -30,7 +34,37 @@ OUT_OF_ORDER, INCOMPLETE, UNREDUCED, NEEDLESS = 4, 5, 6, 7  # of an update or re
 MIXED = 8  # of a gradient that would go into the round before its own
 
 
-def version_flaws(schedule: Schedule, seen: Census) -> tuple[OpArray, IntArray, IntArray]:
+def version_faults(e: Evidence) -> Iterator[Fault]:
+    flaw, wanted, newest = _flaws(e.full, e.seen)
+    law = e.full.shape.law.value
+    for row in np.flatnonzero(flaw)[:MORE].tolist():
+        version, want = int(e.full.rows.version[row]), int(wanted[row])
+        said = {
+            NOT_YET: f"version {version} does not exist yet; the law {law!r} asks for {want}",
+            DROPPED: f"version {version} is already dropped; the law {law!r} asks for {want}",
+            NOT_LAWFUL: f"version {version} breaks the law {law!r}, which asks for {want}",
+            OUT_OF_ORDER: f"makes version {version} where {want} is next",
+            INCOMPLETE: "comes before the gradients it needs are complete; move it behind them",
+            UNREDUCED: "the gradients were not reduced over the replicas; reduce them first",
+            NEEDLESS: "the stage has one replica; there is nothing to reduce",
+        }[int(flaw[row])]
+        yield e.fault(FaultKind.VERSION if flaw[row] <= NOT_LAWFUL else FaultKind.UPDATE, row, said)
+    if e.given.lowered or not e.seen.flaw.any():  # lowering drops no update by itself: a stray action does
+        yield from _updates_missing(e, newest)
+
+
+def _updates_missing(e: Evidence, newest: IntArray) -> Iterator[Fault]:
+    shape = e.full.shape
+    for stage in range(shape.stages):
+        for replica in range(int(shape.stage_replicas[stage])):
+            slot, last = shape.slot(stage, replica), shape.rounds(stage)
+            have = int(newest[stage, slot])
+            if have < last:
+                said = f"stage {stage} ends with version {have} where {last} is due; {stage}U@{have + 1} is missing"
+                yield Fault(FaultKind.UPDATE, slot, -1, said)
+
+
+def _flaws(schedule: Schedule, seen: Census) -> tuple[OpArray, IntArray, IntArray]:
     """By row: what is wrong, and then the version there should be; by (stage, slot): the newest version at the end."""
     shape, rows = schedule.shape, schedule.rows
     flaw, wanted = np.zeros(len(rows), dtype=np.uint8), np.zeros(len(rows), dtype=np.int32)
@@ -46,7 +80,18 @@ def version_flaws(schedule: Schedule, seen: Census) -> tuple[OpArray, IntArray, 
 
 
 @helper
-def _lawful(law, is_forward, s, k, batch, newest, forward, share, version, stage_replicas):  # type: ignore[no-untyped-def]  # fmt: skip
+def _lawful(
+    law: int,
+    is_forward: bool,
+    s: int,
+    k: int,
+    batch: int,
+    newest: int,
+    forward: IntArray,
+    share: int,
+    version: IntArray,
+    stage_replicas: IntArray,
+) -> int:
     """The version that the law names, or -1 where a missing action leaves it open."""
     if law == SYNC:
         return batch
@@ -55,18 +100,18 @@ def _lawful(law, is_forward, s, k, batch, newest, forward, share, version, stage
     if law == NEWEST or (is_forward and (law == STASH or s == 0)):
         return newest
     row = forward[0, k] if is_forward else forward[share, k]
-    if row < 0 or not is_forward:
-        return version[row] if row >= 0 else -1
-    return version[row] * stage_replicas[0] // stage_replicas[s]
+    named: int = version[row] if row >= 0 else -1
+    return named * stage_replicas[0] // stage_replicas[s] if is_forward and row >= 0 else named
 
 
 @kernel
 def _read(
-    op, stage, microbatch, version, starts,
-    slot_replica, stage_replicas, seats, share_first, forward, row_flaw,
-    per_batch, batches, turns, law,
-    flaw, wanted, newest,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    op: OpArray, stage: IntArray, microbatch: IntArray, version: IntArray, starts: LongArray,
+    slot_replica: IntArray, stage_replicas: IntArray, seats: IntArray,
+    share_first: IntArray, forward: IntArray, row_flaw: OpArray,
+    per_batch: int, batches: int, turns: bool, law: int,
+    flaw: OpArray, wanted: IntArray, newest: IntArray,
+) -> None:  # fmt: skip
     stages = len(stage_replicas)
     gathered = np.zeros((seats[-1], batches), dtype=np.int32)  # gradients of a round, of every replica of every stage
     for slot in range(len(slot_replica)):

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.jit import kernel
-from penstock.core.schedule import OpArray, Schedule
+from penstock.core.schedule import LongArray, OpArray, Schedule
 from penstock.core.shape import IntArray
 
 F, B, I, FB = int(Op.F), int(Op.B), int(Op.I), int(Op.FB)
@@ -20,7 +20,7 @@ NO_STAGE, NO_MICROBATCH, ELSEWHERE, DOUBLED, LONE, SENT_EARLY, RECEIVED_LATE = r
 
 @dataclass(frozen=True, eq=False)
 class Census:
-    """Row of the forward, the backward (B or I) and the weight gradient, by (share, micro-batch); -1 where there is none.
+    """Row of the forward, the backward (B or I) and the weight gradient, by (share, micro-batch); -1: there is none.
 
     A share is one replica of a stage where replicas split micro-batches, and the whole stage where they take turns:
     share = first[stage] + (replica or 0).
@@ -32,33 +32,30 @@ class Census:
     weight: IntArray
     flaw: OpArray  # by row
 
-    def share(self, stage: IntArray, replica: IntArray, turns: bool) -> IntArray:
-        return self.first[stage] if turns else self.first[stage] + replica
-
 
 def census(schedule: Schedule) -> Census:
     shape, rows = schedule.shape, schedule.rows
     width = np.ones_like(shape.stage_replicas) if shape.turns else shape.stage_replicas
     first = np.concatenate(([0], np.cumsum(width))).astype(np.int32)
-    tables = [np.full((int(first[-1]), shape.total), -1, dtype=np.int32) for _ in range(3)]
+    forward, backward, weight = (np.full((int(first[-1]), shape.total), -1, dtype=np.int32) for _ in range(3))
     flaw = np.zeros(len(rows), dtype=np.uint8)
     _count(
         len(rows),
         *(rows.op, rows.stage, rows.microbatch, schedule.starts),
         *(shape.slot_rank, shape.slot_replica, shape.stage_rank, shape.stage_replicas, first),
         *(shape.total, shape.microbatches, shape.turns),
-        *(*tables, flaw),
+        *(forward, backward, weight, flaw),
     )
-    return Census(first, *tables, flaw)
+    return Census(first, forward, backward, weight, flaw)
 
 
 @kernel
 def _count(
-    op, stage, microbatch, starts,
-    slot_rank, slot_replica, stage_rank, stage_replicas, first,
-    total, per_batch, turns,
-    forward, backward, weight, flaw,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    op: OpArray, stage: IntArray, microbatch: IntArray, starts: LongArray,
+    slot_rank: IntArray, slot_replica: IntArray, stage_rank: IntArray, stage_replicas: IntArray, first: IntArray,
+    total: int, per_batch: int, turns: bool,
+    forward: IntArray, backward: IntArray, weight: IntArray, flaw: OpArray,
+) -> None:  # fmt: skip
     for slot in range(len(slot_rank)):
         rank, own = slot_rank[slot], slot_replica[slot]
         for row in range(starts[slot], starts[slot + 1]):

@@ -1,0 +1,1 @@
+"""The laws of a schedule, one file each: `check` asks them all."""

@@ -1,0 +1,185 @@
+"""A schedule as text: one line a slot, words separated by commas, and above them what the words cannot say.
+
+    # name: pipedream
+    # law: stash
+    # microbatches: 1
+    # batches: 4
+    0F0,0F1,0B0,0F2@1,0B1,0F3@2,0B2@1,0B3@2
+    1F0,1B0,1F1@1,1B1@1,1F2@2,1B2@2,1F3@3,1B3@3
+
+A file without a head is one synchronous mini-batch; stages, ranks and micro-batches are read off its words. An empty
+cell is idle time and is passed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from penstock.core.action import COMPUTE, Action
+from penstock.core.schedule import Schedule
+from penstock.core.shape import Law, Shape, Sharing
+from penstock.errors import FormatError, InputError
+
+Choice = TypeVar("Choice", Law, Sharing)
+
+_KEYS = ("name", "law", "placement", "microbatches", "batches", "replicas", "sharing", "edges", "lowered")
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The text of a schedule; what a reader would assume anyway is left out of its head."""
+    shape = schedule.shape
+    straight = Shape(shape.name, shape.law, tuple(range(shape.stages)), shape.microbatches)
+    head = {"name": shape.name, "law": shape.law.value}
+    if shape.placement != straight.placement:
+        head["placement"] = ",".join(map(str, shape.placement))
+    head |= {"microbatches": str(shape.microbatches), "batches": str(shape.batches)}
+    if max(shape.replicas) > 1:
+        head |= {"replicas": ",".join(map(str, shape.replicas)), "sharing": shape.sharing.value}
+    elif shape.turns:
+        head["sharing"] = shape.sharing.value
+    if shape.edges != straight.edges:
+        head["edges"] = ",".join(f"{a}-{b}" for a, b in shape.edges)
+    if schedule.lowered:
+        head["lowered"] = "yes"
+    return "".join(f"# {key}: {value}\n" for key, value in head.items()) + f"{schedule}\n"
+
+
+@dataclass
+class _Sheet:
+    """What was read: the head, and the words of each slot with the line they stand on."""
+
+    where: str
+    head: dict[str, tuple[str, int]] = field(default_factory=dict)
+    slots: list[list[Action]] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+
+
+def from_csv(text: str, where: str = "schedule") -> Schedule:
+    """The inverse of `to_csv`; `where` names the source in messages."""
+    sheet = _read(text, where)
+    if not any(sheet.slots):
+        raise FormatError(where, "at least one line of actions", "none", "write one line a rank, like 0F0,0B0")
+    lowered = _value(sheet, "lowered", "no") == "yes" or any(a.op not in COMPUTE for slot in sheet.slots for a in slot)
+    shape = _shape(sheet)
+    if len(sheet.slots) != shape.slots:
+        raise FormatError(
+            where,
+            f"{shape.slots} lines of actions, one a slot",
+            len(sheet.slots),
+            "add or drop lines, or mend the head",
+        )
+    return Schedule.of_slots(shape, sheet.slots, lowered)
+
+
+def _read(text: str, where: str) -> _Sheet:
+    sheet = _Sheet(where)
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip().lstrip("\ufeff")
+        if line.startswith("#"):
+            key, colon, value = line[1:].partition(":")
+            if colon and key.strip() in _KEYS:
+                sheet.head[key.strip()] = (value.strip(), number)
+            elif colon and " " not in key.strip():
+                raise FormatError(
+                    f"{where}, line {number}", f"a key among {', '.join(_KEYS)}", repr(key.strip()), "correct the key"
+                )
+        elif line:
+            cells = [(column, cell.strip()) for column, cell in enumerate(line.split(","), 1)]
+            sheet.slots.append(
+                [Action.parse(cell, f"{where}, line {number}, cell {column}") for column, cell in cells if cell]
+            )
+            sheet.lines.append(number)
+    return sheet
+
+
+def _value(sheet: _Sheet, key: str, otherwise: str) -> str:
+    return sheet.head.get(key, (otherwise, 0))[0]
+
+
+def _numbers(sheet: _Sheet, key: str) -> tuple[int, ...]:
+    text, line = sheet.head.get(key, ("", 0))
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise FormatError(
+            f"{sheet.where}, line {line}", f"whole numbers for {key!r}", repr(text), "write them like 1,2,3"
+        ) from None
+
+
+def _shape(sheet: _Sheet) -> Shape:
+    replicas = _numbers(sheet, "replicas")
+    total = max((_most_microbatch(a) for slot in sheet.slots for a in slot), default=0) + 1
+    batches = (_numbers(sheet, "batches") or (1,))[0]
+    microbatches = (_numbers(sheet, "microbatches") or (-(-total // max(batches, 1)),))[0]
+    edges = tuple(_edge(sheet, part) for part in _value(sheet, "edges", "").split(",") if part)
+    try:
+        return Shape(
+            name=_value(sheet, "name", "custom"),
+            law=_law(sheet),
+            placement=_numbers(sheet, "placement") or _placement(sheet, replicas),
+            microbatches=microbatches,
+            batches=batches,
+            replicas=replicas,
+            sharing=_choice(sheet, "sharing", Sharing, Sharing.SPLIT.value),
+            edges=edges,
+        )
+    except FormatError:
+        raise
+    except InputError as error:
+        raise FormatError(sheet.where, error.expected, error.came, error.do) from None
+
+
+def _most_microbatch(action: Action) -> int:
+    return action.microbatch if action.joined is None else max(action.microbatch, action.joined.microbatch)
+
+
+def _choice(sheet: _Sheet, key: str, kind: type[Choice], otherwise: str) -> Choice:
+    text = _value(sheet, key, otherwise)
+    try:
+        return kind(text)
+    except ValueError:
+        names = ", ".join(member.value for member in kind)
+        line = sheet.head[key][1]
+        raise FormatError(
+            f"{sheet.where}, line {line}", f"{key} to be one of {names}", repr(text), "choose one"
+        ) from None
+
+
+def _law(sheet: _Sheet) -> Law:
+    law = _choice(sheet, "law", Law, Law.SYNC.value)
+    names_versions = any(a.version and a.op in COMPUTE for slot in sheet.slots for a in slot)
+    if "law" not in sheet.head and names_versions and "batches" not in sheet.head:
+        raise FormatError(
+            sheet.where, "a law where actions name weight versions", "no head", "add a line like '# law: stash'"
+        )
+    return law
+
+
+def _edge(sheet: _Sheet, part: str) -> tuple[int, int]:
+    a, dash, b = part.strip().partition("-")
+    if not (dash and a.isdigit() and b.isdigit()):
+        line = sheet.head["edges"][1]
+        raise FormatError(f"{sheet.where}, line {line}", "edges like 0-1,1-2", repr(part), "correct the edge")
+    return int(a), int(b)
+
+
+def _placement(sheet: _Sheet, replicas: tuple[int, ...]) -> tuple[int, ...]:
+    """The rank of every stage, read off the lines its forwards stand on."""
+    rank_of_line = [rank for rank, count in enumerate(replicas) for _ in range(count)] or list(range(len(sheet.slots)))
+    found: dict[int, dict[int, int]] = {}
+    for line, slot in enumerate(sheet.slots):
+        for action in slot:
+            for part in (action, action.joined):
+                if part is not None and part.op in COMPUTE:
+                    votes = found.setdefault(part.stage, {})
+                    rank = rank_of_line[line] if line < len(rank_of_line) else line
+                    votes[rank] = votes.get(rank, 0) + 1
+    stages = max(found, default=0) + 1
+    missing = [stage for stage in range(stages) if stage not in found]
+    if missing:
+        raise FormatError(
+            sheet.where, f"actions of every stage from 0 to {stages - 1}", f"none of stage {missing[0]}", "add them"
+        )
+    # Most actions decide, so that one word on the wrong line is a fault that check points at.
+    return tuple(max(found[stage], key=lambda rank, votes=found[stage]: votes[rank]) for stage in range(stages))  # type: ignore[misc]

@@ -1,0 +1,55 @@
+"""The CSV that `torch.distributed.pipelining` reads and writes, both ways.
+
+Its words for compute are ours, but for an overlapped pair: `(0F5;7B2)OVERLAP_F_B`. It knows one step, no weight
+versions and no replicas (those are left to DDP), so only a synchronous schedule of one mini-batch can be written, one
+line a rank. Transfers are left out: its runtime adds its own, as ours does.
+"""
+
+from __future__ import annotations
+
+import re
+
+from penstock.core.action import Action, Op
+from penstock.core.schedule import Schedule
+from penstock.core.shape import Law
+from penstock.core.text import from_csv
+from penstock.errors import InputError
+
+_PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+_ADDED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    """The compute actions as PyTorch's loader wants them."""
+    shape = schedule.shape
+    if shape.law is not Law.SYNC or shape.batches > 1:
+        raise InputError(
+            "a synchronous schedule of one mini-batch for PyTorch's format",
+            f"law {shape.law.value!r} with {shape.batches} mini-batches",
+            "use our own CSV for the others",
+        )
+    lines = []
+    for rank in range(shape.ranks):
+        actions = schedule.actions(int(shape.first_slot[rank]))
+        lines.append(",".join(_torch_word(action) for action in actions if action.op <= Op.FB))
+    return "\n".join(lines) + "\n"
+
+
+def _torch_word(action: Action) -> str:
+    if action.joined is None:
+        return str(action)
+    return f"({action.stage}F{action.microbatch};{action.joined})OVERLAP_F_B"
+
+
+def is_torch_csv(text: str) -> bool:
+    """Whether a text uses words that only PyTorch's format has."""
+    return bool(_PAIR.search(text) or _ADDED.search(text))
+
+
+def from_torch_csv(text: str, where: str = "schedule") -> Schedule:
+    """A schedule from PyTorch's CSV; transfers and sharding that its runtime added are dropped."""
+    lines = []
+    for line in text.splitlines():
+        cells = (_PAIR.sub(r"\1&\2", cell.strip()) for cell in line.split(","))
+        lines.append(",".join(cell for cell in cells if not _ADDED.fullmatch(cell)))
+    return from_csv("\n".join(lines), where)

@@ -1,0 +1,77 @@
+"""Where a step's time goes: the same schedule timed again and again, each time with one more cause.
+
+    equal stages, nothing else → compute, and the bubble of the schedule itself
+    + the real stage costs     → imbalance          + recompute → recompute
+    + transfers → transfer     + reductions → reduction         + updates → update
+
+Each part is what its cause adds to the makespan, so the parts add up to the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from penstock.core.check import prove
+from penstock.core.cost import Costs, shares
+from penstock.core.links import FloatArray
+from penstock.core.schedule import Schedule
+from penstock.core.shape import Shape
+from penstock.simulator.simulate import clock
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Seconds of one run by cause; their sum is the makespan."""
+
+    compute: float
+    bubble: float
+    imbalance: float
+    recompute: float
+    transfer: float
+    reduction: float
+    update: float
+
+    @property
+    def makespan(self) -> float:
+        return float(sum(asdict(self).values()))
+
+    def shares(self) -> dict[str, float]:
+        """Each part as a share of the makespan."""
+        whole = self.makespan
+        return {name: seconds / whole if whole else 0.0 for name, seconds in asdict(self).items()}
+
+
+def breakdown(schedule: Schedule, costs: Costs) -> Breakdown:
+    """Telescoping simulations of one schedule."""
+    proven = prove(schedule)
+    shape, nothing = schedule.shape, np.zeros(schedule.shape.stages)
+    bare = replace(
+        costs, recompute=np.zeros(shape.stages, dtype=bool), links=costs.links.free(), reduce=nothing, update=nothing
+    )
+    ideal = clock(proven, _equal(shape, bare))
+    steps = [bare]
+    for cause in ("recompute", "links", "reduce", "update"):
+        steps.append(replace(steps[-1], **{cause: getattr(costs, cause)}))
+    ends = [ideal.makespan, *(clock(proven, step).makespan for step in steps)]
+    imbalance, recompute, transfer, reduction, update = (float(part) for part in np.diff(ends))
+    compute = float(ideal.work.mean())
+    return Breakdown(compute, ideal.makespan - compute, imbalance, recompute, transfer, reduction, update)
+
+
+def _equal(shape: Shape, costs: Costs) -> Costs:
+    """The same work, spread evenly over stages and slots."""
+    share = shares(shape)
+    slow = np.array([costs.slowdown[shape.slot_rank == rank].mean() for rank in shape.placement])
+
+    def even(seconds: FloatArray) -> FloatArray:
+        return np.asarray((seconds * share * slow).mean() / share)
+
+    return replace(
+        costs,
+        forward=even(costs.forward),
+        input_grad=even(costs.input_grad),
+        weight_grad=even(costs.weight_grad),
+        slowdown=np.ones(shape.slots),
+    )
