@@ -77,7 +77,7 @@ class Action:
             letter, sign = _TRANSFER_SIGN[self.op]
             replica = f".{self.replica}" if self.replica > 0 else ""
             return f"{self.stage}{letter}{self.microbatch}{sign}{self.peer}{replica}{version}"
-        joined = f"&{self.joined}" if self.joined is not None else ""
+        joined = f"&{self.joined or ''}" if self.op is Op.FB else ""  # an FB that lost its backward is no word
         return f"{self.stage}{_COMPUTE_LETTER[self.op]}{self.microbatch}{version}{joined}"
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from penstock.core.schedule import Schedule
 
@@ -47,6 +48,10 @@ class Report:
     @property
     def ok(self) -> bool:
         return not self.faults
+
+    def to_json(self) -> dict[str, Any]:
+        faults = [{"kind": f.kind.value, "slot": f.slot, "cell": f.cell, "message": f.message} for f in self.faults]
+        return {"sound": self.ok, "faults": faults}
 
     def __str__(self) -> str:
         if self.ok:

@@ -43,9 +43,10 @@ class Loop:
 
     def drain(self, batches: int) -> tuple[Rows, ...]:
         """What each slot does after its last full pass of the body, when the run ends after so many mini-batches."""
-        whole = self.unroll(batches)
-        done = [
-            len(fill) + len(body) * self._full_passes(batches) for fill, body in zip(self.fill, self.body, strict=True)
+        whole, passes = self.unroll(batches), self._full_passes(batches)
+        done = [  # a short run cuts the fill as well
+            int(np.count_nonzero(fill.microbatch < whole.shape.total)) + len(body) * passes
+            for fill, body in zip(self.fill, self.body, strict=True)
         ]
         return tuple(
             whole.rows.take(slice(int(whole.starts[slot]) + done[slot], int(whole.starts[slot + 1])))

@@ -178,7 +178,8 @@ def _emit(
             op, stage, microbatch, row, starts[slot + 1], stage_replicas, per_batch, turns, closing, ending, ends
         )
         while row < starts[slot + 1]:
-            stop = row + 2 if op[row] == FB and row + 1 < starts[slot + 1] else row + 1
+            paired = op[row] == FB and row + 1 < starts[slot + 1] and op[row + 1] == B
+            stop = row + 2 if paired else row + 1
             for phase in range(3):  # receives of the row (or overlapped pair), the row itself, its sends
                 for r in range(row, stop):
                     s, k = stage[r], microbatch[r]

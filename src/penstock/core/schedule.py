@@ -115,8 +115,14 @@ class Schedule:
     def action(self, row: int) -> Action:
         """The action of one row; the backward half of an overlapped pair comes with its forward."""
         op, stage, microbatch, version, peer, replica = (int(column[row]) for column in self.rows.columns())
-        joined = self.action(row + 1) if op == Op.FB and row + 1 < len(self) else None
+        joined = self.action(row + 1) if op == Op.FB and self._overlaps(row) else None
         return Action(Op(op), stage, microbatch, version, peer, replica, joined)
+
+    def _overlaps(self, row: int) -> bool:
+        """Whether the full backward that an F&B needs stands right behind it, on the same slot."""
+        behind = row + 1
+        same_slot = self.starts[np.searchsorted(self.starts, behind)] != behind
+        return bool(same_slot and self.rows.op[behind] == Op.B)
 
     def actions(self, slot: int) -> Iterator[Action]:
         """The actions of one slot in order, made on demand."""

@@ -101,6 +101,19 @@ class Timeline:
     def bubble(self) -> float:
         return 1.0 - self.utilisation
 
+    def figures(self) -> dict[str, Any]:
+        """The figures people compare, as plain numbers; lists have one entry a slot."""
+        return {
+            "makespan": self.makespan,
+            "idle": self.idle.tolist(),
+            "idle_own": self.idle_own.tolist(),
+            "bubble": self.bubble,
+            "utilisation": self.utilisation,
+            "work": self.work.tolist(),
+            "peak_activations": self.peak_activations.tolist(),
+            "weight_versions": self.weight_versions.astype(int).tolist(),
+        }
+
     def to_json(self) -> dict[str, Any]:
         return {
             "timeline": self.schedule.to_json(),

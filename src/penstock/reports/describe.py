@@ -106,27 +106,3 @@ def amount(value: float, bytes_: bool) -> str:
 
 def percent(value: float) -> str:
     return f"{100 * value:.1f}%"
-
-
-def figures(timeline: Timeline) -> dict[str, str]:
-    """The numbers every report opens with, in words. Idle is the mean over the slots."""
-    told = {
-        "makespan": seconds(timeline.makespan),
-        "bubble": percent(timeline.bubble),
-        "utilisation": percent(timeline.utilisation),
-        "idle (barrier view)": seconds(float(timeline.idle.mean())),
-        "idle (own view)": seconds(float(timeline.idle_own.mean())),
-    }
-    if timeline.memory is not None:
-        told["peak activations"] = amount(float(timeline.peak_activations.max()), in_bytes(timeline))
-    told["weight versions"] = number(float(timeline.weight_versions.max()))
-    return told
-
-
-def headline(timeline: Timeline) -> str:
-    """A timeline in one line."""
-    told = figures(timeline)
-    kind = "measured" if timeline.measured else "predicted"
-    return f"{timeline.schedule.shape.name}, {kind}: " + ", ".join(
-        f"{name} {told[name]}" for name in ("makespan", "bubble", "utilisation")
-    )

@@ -109,10 +109,13 @@ class _Painter:
             entries.append(("f b", "odd chunks of a rank", ""))
         used = columns
         for sign, words, fill in entries:
-            size = len(sign) + len(words) + 3
-            if used + size > columns + 2:  # the last entry of a line needs no gap behind it
+            size = len(sign) + 1 + len(words)
+            if used + 2 + size > columns:
                 text.append("\n" + " " * margin)
                 used = 0
+            else:
+                text.append("  ")
+                used += 2
             text.append(sign, Style(color=ink(fill), bgcolor=fill) if fill else QUIET)
-            text.append(f" {words}  ", QUIET)
+            text.append(f" {words}", QUIET)
             used += size

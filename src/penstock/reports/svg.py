@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from penstock.core.timeline import Timeline
 from penstock.reports.axis import ticks
-from penstock.reports.describe import MEMORY_IN_A, headline, in_bytes, slot_labels
+from penstock.reports.describe import MEMORY_IN_A, in_bytes, slot_labels
+from penstock.reports.figures import headline
 from penstock.reports.panels import Panel, Timelines, longest, panels, title
 from penstock.reports.svg_boxes import beside_lines, box_lines, hop_lines
 from penstock.reports.svg_legend import kind_entries, legend_lines, operation_entries

@@ -18,7 +18,8 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue"
 .mid { text-anchor: middle } .end { text-anchor: end }
 .number { font-size: 11px; text-anchor: middle; font-variant-numeric: tabular-nums; pointer-events: none }
 .half { font-size: 9px }
-.box { stroke: #ffffff; stroke-width: .75 } .thin { stroke: none } .hop { fill: none; stroke-width: 1; stroke-opacity: .55 }
+.box { stroke: #ffffff; stroke-width: .75 } .thin { stroke: none }
+.hop { fill: none; stroke-width: 1; stroke-opacity: .55 }
 .base { stroke: #10151c; stroke-opacity: .25 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .ground { fill: #0f141a } .idle { fill: #1c232c } .tick { stroke: #ffffff }

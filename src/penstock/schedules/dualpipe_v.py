@@ -4,8 +4,6 @@ With `overlap` the pair F&B is one atomic action, otherwise the forward runs and
 
     2(p-r-1) F0 · r+1 times (F0 F1) · p-r-1 times (I1 W1 F1) · m-2p+r+1 times (F0&B1 F1&B0) · p-r-1 times (B1 F1&B0)
     · r+1 times (B1 B0), whose second half leaves its weight gradients for later · p-r-1 times (W I0) · r+1 W
-
-The first pair on the last rank is never overlapped: nothing could be gained there.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ def dualpipe_v(ask: Ask) -> Schedule:
 def _rank(p: int, m: int, r: int, overlap: bool) -> Program:
     f0, f1 = (O0, O1) if overlap else (F0, F1)
     steady = np.tile([f0, B1, f1, B0], m - 2 * p + r + 1)
-    if r == p - 1:
-        steady[:1] = F0
     ends = _ending(r)
     late = [c for c in ends if c in (I0, I1)] + [I0] * (p - r - 1)
     weights = [W1 if c == I1 else W0 for c in late]  # oldest first

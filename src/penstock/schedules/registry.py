@@ -33,9 +33,25 @@ class Method:
     summary: str
     rule: str = "any m"
     chunks: tuple[int, int] = (1, 1)  # fewest and most chunks a rank
+    usual_chunks: int | None = None  # used when the caller gives none; otherwise the fewest
     asynchronous: bool = False
     microbatches: int | None = None  # used when the caller gives none
     options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def chunks_in_words(self) -> str:
+        fewest, most = self.chunks
+        return str(fewest) if fewest == most else f"{fewest} or more"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": "asynchronous" if self.asynchronous else "synchronous",
+            "summary": self.summary,
+            "rule": self.rule,
+            "chunks": self.chunks_in_words,
+            "options": self.options,
+        }
 
 
 MANY = 1 << 16
@@ -51,7 +67,7 @@ METHODS: dict[str, Method] = {
             "early backward with K_i forwards ahead",
             options={"policy": "'pa' or 'pb' (deeper warm-up for slow transfers)", "cap": "most live micro-batches, D"},
         ),
-        Method("interleaved", interleaved, "1f1b with v chunks a rank: bubble / v", "m a multiple of p", (1, MANY)),
+        Method("interleaved", interleaved, "1f1b with v chunks a rank: bubble / v", "m a multiple of p", (1, MANY), 2),
         Method("zb-h1", zb_h1, "weight gradients run late: a smaller bubble at 1f1b's memory"),
         Method("zb-h2", zb_h2, "weight gradients run later: hardly a bubble at twice the memory"),
         Method("zb-v", zb_v, "two chunks placed as a V: hardly a bubble at 1f1b's memory", chunks=(2, 2)),
@@ -157,8 +173,7 @@ def find(name: str) -> Method:
 
 def _chunks(method: Method, asked: int | None) -> int:
     fewest, most = method.chunks
-    usual = max(fewest, 2) if most > 1 else 1
-    chunks = usual if asked is None else asked
+    chunks = asked if asked is not None else method.usual_chunks or fewest
     if not fewest <= chunks <= most:
         rule = f"exactly {fewest}" if fewest == most else f"at least {fewest}"
         raise InputError(f"{rule} chunk(s) a rank for {method.name}", chunks, "change chunks or the method")

@@ -37,6 +37,9 @@ class Breakdown:
     def makespan(self) -> float:
         return float(sum(asdict(self).values()))
 
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
     def shares(self) -> dict[str, float]:
         """Each part as a share of the makespan."""
         whole = self.makespan

@@ -10,6 +10,7 @@ from penstock.core.action import Op
 from penstock.core.faults import Fault, FaultKind
 from penstock.core.laws import census as c
 from penstock.core.laws.evidence import MORE, Evidence
+from penstock.core.schedule import OpArray
 from penstock.core.shape import IntArray
 
 
@@ -43,7 +44,7 @@ def _amiss(e: Evidence) -> Iterator[Fault]:
 def _missing(e: Evidence) -> Iterator[Fault]:
     """Actions that no slot runs, and weight gradients that a full backward has made already."""
     seen, shape = e.seen, e.full.shape
-    split = (seen.backward >= 0) & (e.full.rows.op[seen.backward] == Op.I)
+    split = _op(e, seen.backward) == Op.I
     absent = {"F": seen.forward < 0, "B": seen.backward < 0, "W": split & (seen.weight < 0)}
     for letter, where in absent.items():
         for share, k in np.argwhere(where)[:MORE].tolist():
@@ -57,11 +58,19 @@ def _missing(e: Evidence) -> Iterator[Fault]:
         yield e.fault(FaultKind.DOUBLED, row, "a full backward has made this gradient; drop it, or write I for B")
 
 
+def _op(e: Evidence, rows: IntArray) -> OpArray:
+    """What stands at some rows; an absent row, -1, is no operation."""
+    return np.append(e.full.rows.op, np.uint8(255))[rows]
+
+
 def _out_of_order(e: Evidence) -> Iterator[Fault]:
     """What must come before what on one slot."""
     seen, shape = e.seen, e.full.shape
     yield from _late(e, seen.forward, seen.backward, "its forward comes later; run the forward first")
     yield from _late(e, seen.backward, seen.weight, "its input gradient comes later; run that first")
+    beside = (_op(e, seen.forward) == Op.FB) & (seen.backward == seen.forward + 1)
+    for row in seen.backward[beside][:MORE].tolist():
+        yield e.fault(FaultKind.ORDER, row, "overlaps the forward it needs; run the forward first")
     for a, b in shape.edges:
         if shape.placement[a] == shape.placement[b]:
             ours = slice(int(seen.first[a]), int(seen.first[a + 1]))

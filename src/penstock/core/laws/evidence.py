@@ -42,7 +42,7 @@ class Evidence:
         """Place of a row in the slot's line: its own, or that of the compute action it serves."""
         first, last = int(self.full.starts[slot]), int(self.full.starts[slot + 1])
         op = self.full.rows.op[first : row + 1]
-        pairs = np.count_nonzero(op[:-1] == Op.FB)  # an overlapped pair is two rows and one word
+        pairs = np.count_nonzero((op[:-1] == Op.FB) & (op[1:] == Op.B))  # an overlapped pair is two rows and one word
         if self.given.lowered:
             return int(len(op) - 1 - pairs)
         if not np.any(self.full.rows.op[first:last] <= Op.FB):

@@ -37,8 +37,10 @@ MIXED = 8  # of a gradient that would go into the round before its own
 def version_faults(e: Evidence) -> Iterator[Fault]:
     flaw, wanted, newest = _flaws(e.full, e.seen)
     law = e.full.shape.law.value
+    if not e.given.lowered:  # lowering puts an update behind its last gradient: only a missing action leaves it short
+        flaw[flaw == INCOMPLETE] = 0
     for row in np.flatnonzero(flaw)[:MORE].tolist():
-        version, want = int(e.full.rows.version[row]), int(wanted[row])
+        version, want, update = int(e.full.rows.version[row]), int(wanted[row]), f"{e.full.rows.stage[row]}U"
         said = {
             NOT_YET: f"version {version} does not exist yet; the law {law!r} asks for {want}",
             DROPPED: f"version {version} is already dropped; the law {law!r} asks for {want}",
@@ -47,6 +49,7 @@ def version_faults(e: Evidence) -> Iterator[Fault]:
             INCOMPLETE: "comes before the gradients it needs are complete; move it behind them",
             UNREDUCED: "the gradients were not reduced over the replicas; reduce them first",
             NEEDLESS: "the stage has one replica; there is nothing to reduce",
+            MIXED: f"its gradient would go into version {want}, an earlier round's; move it behind {update}@{want}",
         }[int(flaw[row])]
         yield e.fault(FaultKind.VERSION if flaw[row] <= NOT_LAWFUL else FaultKind.UPDATE, row, said)
     if e.given.lowered or not e.seen.flaw.any():  # lowering drops no update by itself: a stray action does

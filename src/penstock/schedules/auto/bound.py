@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from penstock.core.cost import Costs
 from penstock.core.shape import Shape
 from penstock.schedules.auto.instance import Instance, make_instance
+from penstock.schedules.auto.relax import relaxed
 
 
 def lower_bound(shape: Shape, costs: Costs, memory: float | Sequence[float] = math.inf) -> float:
@@ -17,16 +18,15 @@ def lower_bound(shape: Shape, costs: Costs, memory: float | Sequence[float] = ma
     `head` the earliest start of its first forward, `back` that of its first input gradient (paths from the start), and
     `rest` the shortest, over its stages, of the longest paths behind an input gradient up to the end of the step.
 
-    work      head + all its work + its update. Until `back` it can only run forwards, and no more than its memory
-              holds, so also back + all its work but those forwards + update.
+    relaxed   what relax.py derives, stage by stage, from the order of the micro-batches and the memory of the stage.
+    work      head + all the rank's work + its update. Until `back` it can only run forwards, and no more than its
+              memory holds, so also back + all its work but those forwards + update.
     drain     its last input gradient ends after all its forwards, input gradients, and all weight gradients but those
               whose activations it can hold at that moment; then follows `rest`. From `head`, or from `back` without the
               forwards that memory lets it run earlier.
-    in flight a micro-batch holds memory from its forward until its input gradient, which takes at least the longest
-              path L between them. Memory holds n at a time, so some ceil(m / n) of them follow each other:
-              head + ceil(m / n) L + rest. With several stages a rank: memory times seconds held, over the memory.
-    link      the first tensor cannot leave before `its head`; m tensors follow each other; then the shortest rest.
-    one       the longest path of a single micro-batch.
+    held      a micro-batch holds memory on each stage of a rank from forward to input gradient, at least the longest
+              path between them: head + (memory x seconds of all micro-batches) / memory of the rank + rest.
+    link      a link's first tensor, all its tensors one after the other, and the shortest path behind one of them.
     """
     caps = [float(memory)] * shape.ranks if isinstance(memory, (int, float)) else [float(value) for value in memory]
     return bound(make_instance(shape, costs, caps))
@@ -34,11 +34,17 @@ def lower_bound(shape: Shape, costs: Costs, memory: float | Sequence[float] = ma
 
 def bound(instance: Instance) -> float:
     """`lower_bound` of an instance."""
-    ahead, behind = _paths(instance)
-    best = max(start + instance.seconds[code] + behind[code] for code, start in enumerate(ahead))
+    steps = _steps(instance)
+    ahead, behind = _paths(instance, steps)
+    best = max(relaxed(instance, behind), _links(instance, ahead, behind))
     for rank in range(instance.ranks):
-        best = max(best, _work_and_drain(instance, rank, ahead, behind), _in_flight(instance, rank, ahead, behind))
-    return max(best, _links(instance, ahead, behind))
+        best = max(best, _work_and_drain(instance, rank, ahead, behind))
+        if instance.cap[rank] < math.inf and len(instance.owned[rank]) > 1:
+            best = max(best, _held(instance, rank, steps, ahead, behind))
+    return best
+
+
+Steps = list[list[tuple[int, float]]]  # by code: what follows in its micro-batch, and the seconds of transfer between
 
 
 def _sequence(instance: Instance) -> list[int]:
@@ -57,8 +63,7 @@ def _targets(instance: Instance) -> list[int]:
     return target
 
 
-def _steps(instance: Instance) -> list[list[tuple[int, float]]]:
-    """By code: what follows it in its own micro-batch, and the seconds of the transfer between."""
+def _steps(instance: Instance) -> Steps:
     target = _targets(instance)
     steps = [[(target[lane], busy + late) for lane, _, busy, late in sends] for sends in instance.sends]
     for code in range(instance.stages, 2 * instance.stages):
@@ -66,9 +71,9 @@ def _steps(instance: Instance) -> list[list[tuple[int, float]]]:
     return steps
 
 
-def _paths(instance: Instance) -> tuple[list[float], list[float]]:
+def _paths(instance: Instance, steps: Steps) -> tuple[list[float], list[float]]:
     """Longest path before the start of every code, and behind its end."""
-    steps, sequence = _steps(instance), _sequence(instance)
+    sequence = _sequence(instance)
     ahead = [0.0] * len(sequence)
     for code in sequence:
         for after, transfer in steps[code]:
@@ -83,10 +88,7 @@ def _paths(instance: Instance) -> tuple[list[float], list[float]]:
 
 
 def _most(value: list[float], size: list[float], room: float, count: int) -> float:
-    """At most this much value fits: `count` pieces of each kind, fractions allowed unless there is only one kind."""
-    if len(value) == 1:
-        number = count if size[0] <= 0 else min(count, math.floor(room / size[0])) if room < math.inf else count
-        return max(0, number) * value[0]
+    """No choice of `count` pieces of each kind within the room is worth more: densest first, fractions allowed."""
     total = 0.0
     for worth, each in sorted(zip(value, size, strict=True), key=lambda pair: pair[0] / max(pair[1], 1e-300))[::-1]:
         number = min(float(count), max(0.0, room / each)) if each > 0 else float(count)
@@ -95,42 +97,30 @@ def _most(value: list[float], size: list[float], room: float, count: int) -> flo
 
 
 def _work_and_drain(instance: Instance, rank: int, ahead: list[float], behind: list[float]) -> float:
-    m, stages, owned = instance.microbatches, instance.stages, instance.owned[rank]
-    room = instance.cap[rank]
+    m, stages, owned, room = instance.microbatches, instance.stages, instance.owned[rank], instance.cap[rank]
     forward, back, weight = ([instance.seconds[k * stages + s] for s in owned] for k in range(3))
-    kept = [instance.grab[s] for s in owned]
-    late = [-instance.drop[2 * stages + s] for s in owned]
-    during = min(instance.grab[s] + instance.grab[stages + s] for s in owned)  # held while an input gradient runs
-    before_back = _most(forward, kept, room, m)
-    own = max(range(len(owned)), key=lambda at: weight[at])
-    deferred = min(m * sum(weight), weight[own] + _most(weight, late, room - during, m))
+    held = [-instance.drop[2 * stages + s] for s in owned]
+    during = min(instance.grab[s] + instance.grab[stages + s] for s in owned)  # while an input gradient runs
+    before_back = _most(forward, [instance.grab[s] for s in owned], room, m)
+    deferred = min(m * sum(weight), max(weight) + _most(weight, held, room - during, m))
     head = min(ahead[s] for s in owned)
     first_back = min(ahead[stages + s] for s in owned)
+    both, weights = m * (sum(forward) + sum(back)), m * sum(weight)
+    reached = max(head + both, first_back + both - before_back)  # end of the last input gradient, but for weights
     rest = min(behind[stages + s] for s in owned)
-    both, whole = m * (sum(forward) + sum(back)), m * (sum(forward) + sum(back) + sum(weight))
-    drained = max(head + both, first_back + both - before_back) + m * sum(weight) - deferred + rest
-    worked = max(head + whole, first_back + whole - before_back) + instance.tail[rank]
-    return max(drained, worked)
+    return max(reached + weights - deferred + rest, reached + weights + instance.tail[rank])
 
 
-def _in_flight(instance: Instance, rank: int, ahead: list[float], behind: list[float]) -> float:
-    m, stages, owned, room = instance.microbatches, instance.stages, instance.owned[rank], instance.cap[rank]
-    if math.isinf(room):
-        return 0.0
-    best = held = 0.0
-    for s in owned:
-        life = _life(instance, s)
-        held += instance.grab[s] * life
-        if instance.grab[s] > 0:
-            turns = -(-m // max(1, math.floor(room / instance.grab[s])))
-            best = max(best, ahead[s] + turns * life + behind[stages + s])
-    area = m * held / room
-    return max(best, min(ahead[s] for s in owned) + area + min(behind[stages + s] for s in owned))
+def _held(instance: Instance, rank: int, steps: Steps, ahead: list[float], behind: list[float]) -> float:
+    owned = instance.owned[rank]
+    held = sum(instance.grab[s] * _life(instance, steps, s) for s in owned)
+    head, rest = min(ahead[s] for s in owned), min(behind[instance.stages + s] for s in owned)
+    return head + instance.microbatches * held / instance.cap[rank] + rest
 
 
-def _life(instance: Instance, stage: int) -> float:
+def _life(instance: Instance, steps: Steps, stage: int) -> float:
     """Longest path from the start of a stage's forward to the end of its input gradient."""
-    steps, goal = _steps(instance), instance.stages + stage
+    goal = instance.stages + stage
     reach = [-math.inf] * (3 * instance.stages)
     reach[stage] = 0.0
     for code in _sequence(instance):
@@ -141,7 +131,9 @@ def _life(instance: Instance, stage: int) -> float:
 
 def _links(instance: Instance, ahead: list[float], behind: list[float]) -> float:
     target = _targets(instance)
-    first, load, rest = ({} for _ in range(3))  # type: dict[int, float], dict[int, float], dict[int, float]
+    first: dict[int, float] = {}
+    load: dict[int, float] = {}
+    rest: dict[int, float] = {}
     for code, sends in enumerate(instance.sends):
         for lane, link, busy, late in sends:
             if link >= 0:

@@ -1,0 +1,332 @@
+"""The command line: one thin subcommand per arrow of the design; files or flags in, a table or JSON out.
+
+Nothing heavy is imported before a command needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.errors import FormatError, InputError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.core.schedule import Schedule
+    from penstock.core.timeline import Timeline
+
+app = typer.Typer(
+    help="Train a PyTorch model as a pipeline: see, check and price its schedule.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+Name = Annotated[str, typer.Argument(help="A method; `penstock schedules` lists them.")]
+Stages = Annotated[int | None, typer.Option("--stages", "-p", help="Pipeline ranks.")]
+Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Micro-batches a mini-batch.")]
+Batches = Annotated[int | None, typer.Option(help="Mini-batches (synchronous methods: 1 unless said otherwise).")]
+Chunks = Annotated[int | None, typer.Option(help="Pieces of the model a rank holds.")]
+Replicas = Annotated[str, typer.Option(help="Replicas of every rank: one number, or one a rank: 3,1.")]
+Policy = Annotated[str | None, typer.Option(help="dapple: pa or pb.")]
+Cap = Annotated[int | None, typer.Option(help="dapple: most live micro-batches, D.")]
+Overlap = Annotated[bool, typer.Option("--overlap", help="dualpipe-v: F&B is one atomic action of F + B.")]
+Vertical = Annotated[bool, typer.Option("--vertical-sync", help="pipedream: all stages use the first one's version.")]
+NoStash = Annotated[bool, typer.Option("--no-stash", help="pipedream: no weight stashing (shows the harm).")]
+MemoryCap = Annotated[str | None, typer.Option("--memory", help="auto: cap on activations, in units of A.")]
+Forward = Annotated[str, typer.Option(help="Seconds of a rank's forward: one number, or one a stage: 1,1.5,1.")]
+InputGrad = Annotated[str, typer.Option(help="Seconds of a rank's input gradient.")]
+WeightGrad = Annotated[str, typer.Option(help="Seconds of a rank's weight gradient.")]
+WeightGradMemory = Annotated[float, typer.Option(help="AW: what stays until the weight gradient, as a fraction of A.")]
+Transfer = Annotated[str, typer.Option(help="Seconds of a transfer between neighbouring ranks.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PictureFile = Annotated[Path | None, typer.Option(help="Write the timeline to this file.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from penstock import __version__
+
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def penstock(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train a PyTorch model as a pipeline: see, check and price its schedule."""
+
+
+@app.command()
+def schedules(as_json: AsJson = False) -> None:
+    """List the methods.
+
+    Example: `penstock schedules --json`
+    """
+    from penstock.schedules.registry import METHODS
+
+    if as_json:
+        typer.echo(json.dumps([method.to_json() for method in METHODS.values()], indent=2))
+        return
+    from rich.table import Table
+
+    table = Table("method", "kind", "chunks", "needs", "what it does", box=None, pad_edge=False)
+    for method in METHODS.values():
+        kind = "asynchronous" if method.asynchronous else "synchronous"
+        table.add_row(method.name, kind, method.chunks_in_words, method.rule, method.summary)
+    _console().print(table)
+
+
+@app.command("schedule")
+def schedule_command(
+    name: Name,
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    batches: Batches = None,
+    chunks: Chunks = None,
+    replicas: Replicas = "1",
+    policy: Policy = None,
+    cap: Cap = None,
+    overlap: Overlap = False,
+    vertical_sync: Vertical = False,
+    no_stash: NoStash = False,
+    forward: Forward = "1",
+    input_grad: InputGrad = "1",
+    weight_grad: WeightGrad = "1",
+    weight_grad_memory: WeightGradMemory = 0.5,
+    transfer: Transfer = "0",
+    memory: MemoryCap = None,
+    lowered: Annotated[bool, typer.Option("--lowered", help="With transfers, reductions and updates.")] = False,
+    format: Annotated[str, typer.Option("--format", help="grid, csv, json, or torch (PyTorch's CSV).")] = "grid",
+) -> None:
+    """Print a schedule.
+
+    Example: `penstock schedule zb-h1 --stages 4 --microbatches 8 --format csv`
+    """
+    from penstock.core.lower import lower
+    from penstock.core.text import to_csv
+    from penstock.core.torch_text import to_torch_csv
+
+    costs = _costs(forward, input_grad, weight_grad, transfer, weight_grad_memory)
+    options = _options(name, policy, cap, overlap, vertical_sync, no_stash, memory, costs)
+    built = _build(name, stages, microbatches, batches, chunks, replicas, options)
+    if lowered:
+        built = lower(built)
+    if format == "grid":
+        from penstock.reports.grid import grid
+
+        _console().print(grid(built, width=_console().width), soft_wrap=True)
+    elif format in ("csv", "torch", "json"):
+        write = {"csv": to_csv, "torch": to_torch_csv, "json": lambda s: json.dumps(s.to_json()) + "\n"}[format]
+        typer.echo(write(built), nl=False)
+    else:
+        raise InputError("format to be grid, csv, json or torch", repr(format), "choose one of them")
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="A schedule as CSV: ours, or PyTorch's.")],
+    transfers: Annotated[str, typer.Option(help="buffered, in-order or blocking.")] = "buffered",
+    memory: Annotated[str | None, typer.Option(help="Cap on every rank's activations, in units of A.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a schedule against every law and point at each fault.
+
+    Example: `penstock check mine.csv --transfers in-order`
+    """
+    from penstock.core.check import check as run_check
+    from penstock.core.laws.progress import Transfers
+
+    built = _read(file)
+    if transfers not in list(Transfers):
+        raise InputError("transfers to be buffered, in-order or blocking", repr(transfers), "choose one of them")
+    report = run_check(built, transfers=transfers, memory=None if memory is None else _numbers("memory", memory))
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+    elif report.ok:
+        shape = built.shape
+        size = f"{len(built)} actions, {shape.ranks} ranks, {shape.stages} stages, {shape.total} micro-batches"
+        typer.echo(f"{file}: sound ({size}, law {shape.law.value!r}, transfers {transfers})")
+    else:
+        typer.echo(f"{file}: {report}", err=True)
+    if not report.ok:
+        raise typer.Exit(2)
+
+
+@app.command()
+def simulate(
+    schedule: Annotated[str, typer.Option("--schedule", help="A method, or a CSV file.")],
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    batches: Batches = None,
+    chunks: Chunks = None,
+    replicas: Replicas = "1",
+    forward: Forward = "1",
+    input_grad: InputGrad = "1",
+    weight_grad: WeightGrad = "1",
+    weight_grad_memory: WeightGradMemory = 0.5,
+    transfer: Transfer = "0",
+    update: Annotated[str, typer.Option(help="Seconds of a rank's optimizer step.")] = "0",
+    reduce: Annotated[str, typer.Option(help="Seconds of a rank's gradient reduction over its replicas.")] = "0",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Backwards run their forward again.")] = False,
+    policy: Policy = None,
+    cap: Cap = None,
+    overlap: Overlap = False,
+    vertical_sync: Vertical = False,
+    no_stash: NoStash = False,
+    memory: MemoryCap = None,
+    as_json: AsJson = False,
+    svg: PictureFile = None,
+    html: PictureFile = None,
+    trace: PictureFile = None,
+) -> None:
+    """Predict time, bubble and memory of a schedule, and draw it.
+
+    Example: `penstock simulate --schedule zb-v --stages 4 --microbatches 8 --html zb-v.html`
+    """
+    from penstock.core.cost import flat_costs
+    from penstock.simulator.breakdown import breakdown
+    from penstock.simulator.simulate import simulate_costs
+
+    costs = _costs(forward, input_grad, weight_grad, transfer, weight_grad_memory)
+    if schedule.endswith(".csv"):
+        built = _read(Path(schedule))
+    else:
+        options = _options(schedule, policy, cap, overlap, vertical_sync, no_stash, memory, costs)
+        built = _build(schedule, stages, microbatches, batches, chunks, replicas, options)
+    priced = flat_costs(
+        built.shape, **costs, update=_numbers("update", update), reduce=_numbers("reduce", reduce), recompute=recompute
+    )
+    line = simulate_costs(built, priced)
+    parts = breakdown(built, priced)
+    _draw(line, svg=svg, html=html, trace=trace)
+    if as_json:
+        typer.echo(json.dumps(line.figures() | {"breakdown": parts.to_json()}))
+        return
+    from penstock.reports.gantt import gantt
+    from penstock.reports.summary import summary
+
+    console = _console()
+    console.print(gantt(line, console.width), soft_wrap=True)
+    console.print(summary(line))
+    shares = " · ".join(f"{part} {share:.1%}" for part, share in parts.shares().items() if share)
+    console.print(f"where the time goes: {shares}", highlight=False)
+
+
+def _build(
+    name: str,
+    stages: int | None,
+    microbatches: int | None,
+    batches: int | None,
+    chunks: int | None,
+    replicas: str,
+    options: dict[str, Any],
+) -> Schedule:
+    from penstock.schedules.registry import schedule
+
+    if stages is None:
+        raise InputError(f"a number of stages for {name}", "none", "give --stages")
+    try:
+        counts = [int(count) for count in replicas.split(",")]
+    except ValueError:
+        raise InputError("--replicas to be whole numbers", repr(replicas), "write it like 2 or 3,1") from None
+    return schedule(
+        name,
+        stages=stages,
+        microbatches=microbatches,
+        batches=batches,
+        chunks=chunks,
+        replicas=counts[0] if len(counts) == 1 else counts,
+        **options,
+    )
+
+
+def _options(
+    name: str,
+    policy: str | None,
+    cap: int | None,
+    overlap: bool,
+    vertical_sync: bool,
+    no_stash: bool,
+    memory: str | None,
+    costs: dict[str, Any],
+) -> dict[str, Any]:
+    """The method's own options: those that were given; a method that lacks one refuses it."""
+    given: dict[str, Any] = {"policy": policy, "cap": cap, "memory": memory and _numbers("memory", memory)}
+    given |= {"overlap": overlap or None, "vertical_sync": vertical_sync or None, "stash": False if no_stash else None}
+    options = {option: value for option, value in given.items() if value is not None}
+    return options | costs if name == "auto" else options
+
+
+def _costs(forward: str, input_grad: str, weight_grad: str, transfer: str, weight_grad_memory: float) -> dict[str, Any]:
+    return {
+        "forward": _numbers("forward", forward),
+        "input_grad": _numbers("input-grad", input_grad),
+        "weight_grad": _numbers("weight-grad", weight_grad),
+        "transfer": _numbers("transfer", transfer),
+        "weight_grad_memory": weight_grad_memory,
+    }
+
+
+def _numbers(flag: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(
+            f"--{flag} to be a number, or several with commas", repr(text), "write it like 1,1.5,1"
+        ) from None
+
+
+def _read(file: Path) -> Schedule:
+    from penstock.core.text import from_csv
+    from penstock.core.torch_text import from_torch_csv, is_torch_csv
+
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise FormatError(str(file), "a readable CSV file", reason, "check the path and the file") from None
+    return (from_torch_csv if is_torch_csv(text) else from_csv)(text, str(file))
+
+
+def _draw(line: Timeline, **files: Path | None) -> None:
+    from penstock.reports.html import html
+    from penstock.reports.svg import svg
+    from penstock.reports.trace import trace
+
+    for kind, writer in (("svg", svg), ("html", html), ("trace", trace)):
+        file = files[kind]
+        if file is not None:
+            try:
+                file.write_text(writer(line))
+            except OSError as error:
+                raise InputError(
+                    f"a file that can be written for --{kind}", f"{file}: {error.strerror}", "change the path"
+                ) from None
+            typer.echo(f"wrote {file}", err=True)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+def main() -> None:
+    """Run a command; an error of penstock's own is one message and exit code 2."""
+    try:
+        app()
+    except PenstockError as error:
+        typer.echo(f"penstock: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

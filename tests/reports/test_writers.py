@@ -1,0 +1,84 @@
+"""Every writer draws every sort of timeline."""
+
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+from penstock.errors import InputError
+from penstock.reports.html import html
+from penstock.reports.svg import svg
+from penstock.reports.terminal import gantt, grid, summary
+from penstock.reports.trace import trace
+from rich.console import Console
+from timelines import CASES, HOSTILE, hostile, plain
+
+
+def printed(what: object, width: int = 100) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(what)
+    return captured.get()
+
+
+@pytest.fixture(params=CASES)
+def line(request):
+    return CASES[request.param]()
+
+
+def test_terminal(line):
+    slots = line.schedule.shape.slots
+    drawing = str(gantt(line, 80)).splitlines()
+    assert all(len(text) <= 80 for text in drawing)
+    assert len({len(text) for text in drawing[:slots]}) == 1
+    assert len(printed(summary(line)).splitlines()) >= slots
+    assert len(str(grid(line.schedule)).splitlines()) == slots
+
+
+def test_svg(line):
+    root = ElementTree.fromstring(svg(line))
+    numbers = [value for element in root.iter() for value in element.attrib.values() if "nan" in value or "inf" in value]
+    assert not numbers
+    assert "<style>" in svg(line)
+
+
+def test_html(line):
+    page = html(line)
+    assert page.startswith("<!doctype html>")
+    assert not re.search(r"https?://", page)
+    assert page.count("<script") == 2 == page.count("</script>")
+
+
+def test_trace(line):
+    found = json.loads(trace(line))["traceEvents"]
+    assert {event["ph"] for event in found} <= set("MXsfC")
+    assert all(event["ts"] >= 0 for event in found if "ts" in event)
+
+
+def test_a_hostile_name_stays_a_name():
+    line = hostile()
+    root = ElementTree.fromstring(svg(line))
+    assert HOSTILE in root.findtext("{http://www.w3.org/2000/svg}title")
+    assert "<script" not in svg(line)
+    page = html(line)
+    assert "<script>alert" not in page
+    embedded = page.split('id="data">')[1].split("</script>")[0]
+    assert HOSTILE in json.loads(embedded)["title"]
+    assert HOSTILE in printed(summary(line), 400)
+    assert HOSTILE in json.loads(trace(line))["traceEvents"][0]["args"]["name"]
+
+
+def test_nothing_to_draw_is_refused():
+    with pytest.raises(InputError, match="at least one timeline"):
+        svg([])
+
+
+def test_several_timelines_share_one_axis():
+    both = [("a", plain()), ("b", CASES["two chunks"]())]
+    labels = [element.text for element in ElementTree.fromstring(svg(both)).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a", "b"} <= set(labels)
+    assert '"label":"b"' in html(both)
+    names = [e["args"]["name"] for e in json.loads(trace(both))["traceEvents"] if e["name"] == "process_name"]
+    assert names == ["a", "b"]
