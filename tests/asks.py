@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
+
 from penstock.core.schedule import Schedule
 from penstock.schedules.registry import METHODS, schedule
 from published import Setting

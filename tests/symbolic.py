@@ -1,6 +1,7 @@
 """What a lowered schedule computes, as expressions: an interpreter that shares no code with the checker.
 
-Written from the meaning of the words alone (action.py). Slots run their lists and pass messages; tensors are expressions:
+Written from the meaning of the words alone (action.py). Slots run their lists and pass messages; a tensor is an
+expression:
 
     forward        fwd(stage, weights, inputs or data)
     input gradient gin(stage it is for, forward, weights, incoming gradients or loss)
@@ -11,8 +12,8 @@ Equal expressions get equal numbers (`Terms`), so two schedules do the same trai
 last weights are equal, whatever the order of their actions. Where replicas split a micro-batch, every expression is of
 one *grain* of rows, fine enough for all replica counts: so a replicated run and a plain one give the same numbers.
 
-Whatever a machine could not do raises `Broken`: a wait without end, a tensor or version that is not there, a tensor made
-or sent twice, anything left over at the end.
+Whatever a machine could not do raises `Broken`: a wait without end, a tensor or version that is not there, a tensor
+made or sent twice, anything left over at the end.
 """
 
 from __future__ import annotations
@@ -142,8 +143,9 @@ class Interpreter:
         self.slots.append(slot)
 
     def run(self) -> Outcome:
-        while any([self._advance(slot) for slot in self.slots]):
-            pass
+        moved = True
+        while moved:
+            moved = sum(self._advance(slot) for slot in self.slots) > 0
         for slot in self.slots:
             if slot.at < len(slot.todo):
                 raise Broken(f"slot {slot.number} is stuck at {slot.todo[slot.at]}")

@@ -289,7 +289,7 @@ def _read(file: Path) -> Schedule:
     from penstock.core.torch_text import from_torch_csv, is_torch_csv
 
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise FormatError(str(file), "a readable CSV file", reason, "check the path and the file") from None
@@ -305,7 +305,7 @@ def _draw(line: Timeline, **files: Path | None) -> None:
         file = files[kind]
         if file is not None:
             try:
-                file.write_text(writer(line))
+                file.write_text(writer(line), encoding="utf-8")
             except OSError as error:
                 raise InputError(
                     f"a file that can be written for --{kind}", f"{file}: {error.strerror}", "change the path"

@@ -40,7 +40,9 @@ def test_words_read_as_documented():
     assert str(Action(Op.UPDATE, 0, version=4)) == "0U@4"
 
 
-@pytest.mark.parametrize("word", ["", "F0", "0X1", "0F", "0F1@", "0F-1", "0W1>2", "0B1&0F1", "0F1&0I1", "0F1>", "0F1 2"])
+@pytest.mark.parametrize(
+    "word", ["", "F0", "0X1", "0F", "0F1@", "0F-1", "0W1>2", "0B1&0F1", "0F1&0I1", "0F1>", "0F1 2"]
+)
 def test_a_wrong_word_is_named_with_its_place(word):
     with pytest.raises(FormatError, match=r"line 3.*expected") as caught:
         Action.parse(word, "line 3")

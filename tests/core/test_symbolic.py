@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from penstock.core.action import Action
 from penstock.core.lower import lower
 from penstock.core.schedule import Schedule

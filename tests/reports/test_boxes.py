@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from timelines import CASES, hand_made, plain, predicted
+
 from penstock.core.action import COMPUTE, Op
+from penstock.core.memory import Kind
 from penstock.reports.boxes import beside, busy, waits
 from penstock.reports.curves import curves
 from penstock.reports.hops import hops
 from penstock.reports.lanes import lanes
-from timelines import CASES, hand_made, plain
 
 
 def test_a_box_for_every_busy_action():
@@ -45,7 +47,9 @@ def test_reductions_and_waits():
     assert (late.end > late.start).all()
 
 
-@pytest.mark.parametrize("case", ["plain", "overlapped pairs", "replicas that split", "two chunks", "replicas in turns"])
+@pytest.mark.parametrize(
+    "case", ["plain", "overlapped pairs", "replicas that split", "two chunks", "replicas in turns"]
+)
 def test_hops_lead_from_maker_to_user(case):
     line = CASES[case]()
     built, found = line.schedule, hops(line)
@@ -75,6 +79,16 @@ def test_a_curve_steps_when_actions_do():
     curve = curves(line)[0]
     assert curve.times.tolist() == [0, 0, 3, 3, 6, 6, 9]
     assert curve.total.tolist() == [0, 1, 0, 1, 0, 1, 0]
+
+
+def test_a_pair_holds_what_both_halves_need():
+    """Its backward recomputes while the pair runs, not at its end."""
+    line = predicted("dualpipe-v", 2, 6, {"overlap": True}, recompute=True)
+    boxes, found = busy(line), curves(line)
+    for box in np.flatnonzero(boxes.op == Op.FB):
+        curve = found[boxes.slot[box]]
+        at = np.searchsorted(curve.times, (boxes.start[box] + boxes.end[box]) / 2) - 1
+        assert curve.levels[Kind.RECOMPUTE][at] > 0
 
 
 def test_thinned_curves_are_short():

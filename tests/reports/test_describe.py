@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from timelines import CASES, plain
+
 from penstock.core.shape import Law, Shape
 from penstock.reports.axis import tick_step, ticks
 from penstock.reports.describe import amount, chunk_of_stage, number, seconds, slot_labels
 from penstock.reports.figures import figures, headline
-from timelines import CASES, plain
 
 
 @pytest.mark.parametrize(

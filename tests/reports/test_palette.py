@@ -6,6 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+
 from penstock.core.action import Op
 from penstock.core.memory import Kind
 from penstock.reports.describe import KIND_WORDS, LETTERS, WORDS

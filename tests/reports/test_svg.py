@@ -6,12 +6,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from timelines import CASES, plain, predicted
+
 from penstock.core.action import Op
 from penstock.reports.boxes import busy
 from penstock.reports.hops import hops
 from penstock.reports.svg import svg, svg_compare
 from penstock.reports.svg_boxes import MOST, NARROWEST
-from timelines import CASES, plain, predicted
 
 NS = "{http://www.w3.org/2000/svg}"
 
@@ -28,7 +29,9 @@ def column(elements: list[ElementTree.Element], name: str) -> np.ndarray:
     return np.array([float(element.get(name)) for element in elements])
 
 
-@pytest.mark.parametrize("case", ["plain", "measured", "weight gradients apart", "replicas in turns", "overlapped pairs"])
+@pytest.mark.parametrize(
+    "case", ["plain", "measured", "weight gradients apart", "replicas in turns", "overlapped pairs"]
+)
 def test_boxes_lie_where_their_times_say(case):
     line = CASES[case]()
     root, expected = ElementTree.fromstring(svg(line)), busy(line)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from rich.console import Console
+from timelines import CASES, plain, predicted
+
 from penstock.core.action import Action, Op
 from penstock.core.check import check
 from penstock.core.schedule import Schedule
 from penstock.reports.palette import FILLS
 from penstock.reports.terminal import gantt, grid, summary
 from penstock.schedules.registry import schedule
-from rich.console import Console
-from timelines import CASES, plain, predicted
 
 
 def shown(what: object, colour: bool, width: int = 120) -> str:
@@ -69,7 +70,7 @@ def test_a_long_grid_is_broken_into_blocks():
     built = schedule("1f1b", stages=2, microbatches=9)
     blocks = str(grid(built, width=40)).split("\n\n")
     assert all(len(line) <= 40 for block in blocks for line in block.splitlines())
-    joined = [sum((block.splitlines()[slot].split()[2:] for block in blocks), []) for slot in range(2)]
+    joined = [[word for block in blocks for word in block.splitlines()[slot].split()[2:]] for slot in range(2)]
     assert joined == built.words()
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from timelines import CASES, plain
+
 from penstock.core.action import COMPUTE, Op
 from penstock.reports.hops import hops
 from penstock.reports.trace import trace
-from timelines import CASES, plain
 
 ALL = ["plain", "overlapped pairs", "replicas that split", "replicas in turns", "two chunks", "weight gradients apart"]
 
@@ -70,7 +72,7 @@ def test_slices_of_a_thread_never_overlap(case):
         by_thread[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     for spans in by_thread.values():
         spans.sort()
-        assert all(a[1] <= b[0] + 1e-6 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(spans))
 
 
 @pytest.mark.parametrize("case", ALL)

@@ -7,13 +7,14 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
+from timelines import CASES, HOSTILE, hostile, plain
+
 from penstock.errors import InputError
 from penstock.reports.html import html
 from penstock.reports.svg import svg
 from penstock.reports.terminal import gantt, grid, summary
 from penstock.reports.trace import trace
-from rich.console import Console
-from timelines import CASES, HOSTILE, hostile, plain
 
 
 def printed(what: object, width: int = 100) -> str:
@@ -39,7 +40,9 @@ def test_terminal(line):
 
 def test_svg(line):
     root = ElementTree.fromstring(svg(line))
-    numbers = [value for element in root.iter() for value in element.attrib.values() if "nan" in value or "inf" in value]
+    numbers = [
+        value for element in root.iter() for value in element.attrib.values() if "nan" in value or "inf" in value
+    ]
     assert not numbers
     assert "<style>" in svg(line)
 

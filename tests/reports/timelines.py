@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+
 from penstock.core.action import Action
 from penstock.core.cost import Footprint, flat_costs
 from penstock.core.schedule import Schedule

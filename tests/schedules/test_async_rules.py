@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from penstock.core.action import Action, Op
 from penstock.core.loop import Loop
 from penstock.core.lower import lower
@@ -33,9 +34,7 @@ def forwards_ahead(line: list[Action]) -> int:
     return [a.op for a in line].index(Op.B) - 1
 
 
-@pytest.mark.parametrize(
-    ("replicas", "warm"), [((3, 1), [1, 0]), ((1, 1, 1, 1), [3, 2, 1, 0]), ((2, 1, 1), [1, 1, 0])]
-)
+@pytest.mark.parametrize(("replicas", "warm"), [((3, 1), [1, 0]), ((1, 1, 1, 1), [3, 2, 1, 0]), ((2, 1, 1), [1, 1, 0])])
 def test_pipedream_warm_up(replicas: tuple[int, ...], warm: list[int]) -> None:
     whole = schedule("pipedream", stages=len(replicas), replicas=replicas, batches=20)
     ahead = [forwards_ahead(line) for line in lines_of(whole)]
@@ -58,10 +57,10 @@ def test_pipedream_stashing_three_stages() -> None:
     rank 1   F0 F1 B0 F2@1 B1 F3@2 B2@1 F4@3 B3@2 B4@3
     rank 2   F0 B0 F1@1 B1@1 F2@2 B2@2 F3@3 B3@3 F4@4 B4@4
     """
-    assert schedule("pipedream", stages=3, batches=5).words() == [
-        "0F0 0F1 0F2 0B0 0F3@1 0B1 0F4@2 0B2 0B3@1 0B4@2".split(),
-        "1F0 1F1 1B0 1F2@1 1B1 1F3@2 1B2@1 1F4@3 1B3@2 1B4@3".split(),
-        "2F0 2B0 2F1@1 2B1@1 2F2@2 2B2@2 2F3@3 2B3@3 2F4@4 2B4@4".split(),
+    assert str(schedule("pipedream", stages=3, batches=5)).splitlines() == [
+        "0F0,0F1,0F2,0B0,0F3@1,0B1,0F4@2,0B2,0B3@1,0B4@2",
+        "1F0,1F1,1B0,1F2@1,1B1,1F3@2,1B2@1,1F4@3,1B3@2,1B4@3",
+        "2F0,2B0,2F1@1,2B1@1,2F2@2,2B2@2,2F3@3,2B3@3,2F4@4,2B4@4",
     ]
 
 
@@ -152,7 +151,7 @@ def test_two_bw_needs_as_many_micro_batches_as_stages() -> None:
 
 @pytest.mark.parametrize(("p", "n"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 3), (3, 4), (6, 4)])
 def test_pipemare_delays(p: int, n: int) -> None:
-    """Counted in updates between a micro-batch's forward and its backward: (P - i) / N on average, the backward none."""
+    """Counted in updates between a micro-batch's forward and its backward: (P - i) / N on average; backward none."""
     batches = 4 * p
     for s, line in enumerate(lines_of(lower(schedule("pipemare", stages=p, microbatches=n, batches=batches)))):
         updates, at_forward, forward_delay, backward_delay = 0, {}, {}, {}
@@ -174,7 +173,7 @@ def test_pipemare_delays(p: int, n: int) -> None:
 
 
 def plain(name: str, p: int, m: int, replicas: tuple[int, ...], batches: int, **options: bool) -> list[list[str]]:
-    """The words of each slot: `ahead` forwards, then a forward and a backward in turns, versions by counting updates."""
+    """The words of each slot: `ahead` forwards, then a forward and a backward in turns; versions count updates."""
     turns, vertical = name == "pipedream", options.get("vertical_sync", False)
     stash = turns and options.get("stash", True)
     first: dict[int, int] = {}  # version that the first stage used
@@ -222,14 +221,14 @@ def looped(asked: Asked) -> Loop:
 
 
 @given(endless(), st.integers(1, 25))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_unroll_is_the_plain_list(asked: Asked, n: int) -> None:
     name, p, m, replicas, options = asked
     assert looped(asked).unroll(n).words() == plain(name, p, m, replicas, n, **options)
 
 
 @given(endless(), st.integers(1, 25))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_fill_bodies_and_drain_make_the_whole(asked: Asked, n: int) -> None:
     """Fill, then q passes of the body, then the drain: q the same on every slot, and none of them cut.
 

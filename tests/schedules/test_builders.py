@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from asks import NAMES, Ask, asks, build, rule_of, setting_of
 from hypothesis import given, settings
+
+from asks import NAMES, Ask, asks, build, rule_of, setting_of
 from penstock.core.check import check
 from penstock.core.lower import lower
 from penstock.core.schedule import Schedule
@@ -17,7 +18,7 @@ from symbolic import Terms, interpret
 
 
 @given(asks())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_sound_before_and_after_lowering(ask: Ask) -> None:
     built = build(ask)
     assert not built.lowered
@@ -29,7 +30,7 @@ def test_sound_before_and_after_lowering(ask: Ask) -> None:
 
 
 @given(asks(most_stages=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_round_trip_and_lowering_twice(ask: Ask) -> None:
     built = build(ask)
     full = lower(built)
@@ -41,7 +42,7 @@ def test_round_trip_and_lowering_twice(ask: Ask) -> None:
 
 
 @given(asks(most_stages=4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_computes_what_was_published(ask: Ask) -> None:
     """The lowered schedule, interpreted without the checker, against the method's rule, written without a schedule."""
     built, terms = build(ask), Terms()

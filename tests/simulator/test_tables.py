@@ -22,9 +22,7 @@ everywhere = pytest.mark.parametrize(("p", "m", "costs"), [(p, m, c) for p, m in
 def timeline(name, p, m, costs, **options):
     forward, input_grad, weight_grad = costs
     plan = schedule(name, stages=p, microbatches=m, **options)
-    return simulate(
-        plan, forward=forward, input_grad=input_grad, weight_grad=weight_grad, weight_grad_memory=AW
-    )
+    return simulate(plan, forward=forward, input_grad=input_grad, weight_grad=weight_grad, weight_grad_memory=AW)
 
 
 def exactly(value):

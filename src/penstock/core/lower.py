@@ -135,6 +135,9 @@ def _mark_ends(
     microbatch: IntArray,
     first: int,
     last: int,
+    rank: int,
+    own: int,
+    stage_rank: IntArray,
     stage_replicas: IntArray,
     per_batch: int,
     turns: bool,
@@ -144,12 +147,14 @@ def _mark_ends(
 ) -> None:
     """Find the row that completes each stage's gradient of each round, and the last row of each mini-batch.
 
-    Rows are read backwards, so the first of a kind that is met is the last one; `ends` marks them.
+    Rows are read backwards, so the first of a kind that is met is the last one; `ends` marks them. A stray row
+    completes nothing, so no slot makes more updates than `_longest` leaves room for.
     """
     for row in range(last - 1, first - 1, -1):
         s, batch = stage[row], microbatch[row] // per_batch
         if 0 <= s < len(stage_replicas) and 0 <= batch < len(ending):
-            if op[row] == B or op[row] == W:
+            at_home = stage_rank[s] == rank and (not turns or batch % stage_replicas[s] == own)
+            if at_home and (op[row] == B or op[row] == W):
                 turn = batch // stage_replicas[s] if turns else batch
                 if closing[s, turn] < first:
                     closing[s, turn] = row
@@ -175,8 +180,9 @@ def _emit(
     for slot in range(len(slot_rank)):
         rank, own, row = slot_rank[slot], slot_replica[slot], starts[slot]
         _mark_ends(
-            op, stage, microbatch, row, starts[slot + 1], stage_replicas, per_batch, turns, closing, ending, ends
-        )
+            op, stage, microbatch, row, starts[slot + 1], rank, own, stage_rank, stage_replicas,
+            per_batch, turns, closing, ending, ends,
+        )  # fmt: skip
         while row < starts[slot + 1]:
             paired = op[row] == FB and row + 1 < starts[slot + 1] and op[row + 1] == B
             stop = row + 2 if paired else row + 1

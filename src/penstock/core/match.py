@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.jit import helper, kernel
+from penstock.core.links import lane_ends
 from penstock.core.schedule import LongArray, OpArray, Schedule
 from penstock.core.shape import IntArray
 
@@ -24,6 +25,7 @@ class Match:
     receives: IntArray
     lane: IntArray  # of every transfer row that has one; not set elsewhere
     flaw: OpArray  # STRAY or DOUBLED, by row
+    target: IntArray  # (2, lanes): the slot that receives
 
 
 def match(schedule: Schedule) -> Match:
@@ -42,7 +44,10 @@ def match(schedule: Schedule) -> Match:
         *(shape.total, shape.microbatches, shape.turns),
         *(sends, receives, lane, flaw),
     )
-    return Match(sends, receives, lane, flaw)
+    target = np.full((2, lanes), -1, dtype=np.int32)
+    for at, a, b, _, _ in lane_ends(shape):
+        target[:, at] = b, a
+    return Match(sends, receives, lane, flaw, target)
 
 
 @helper

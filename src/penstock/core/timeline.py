@@ -64,7 +64,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        return float(self.end.max(initial=0.0) - self.start.min(initial=0.0)) if len(self.end) else 0.0
+        return float(self.end.max() - self.start.min()) if len(self.end) else 0.0
 
     @cached_property
     def work(self) -> FloatArray:

@@ -13,15 +13,15 @@ DARK_INK, LIGHT_INK = "#10151c", "#ffffff"
 PALEST = 0.5  # how far the last chunk of a rank is mixed with white
 
 FILLS: dict[Op, str] = {
-    Op.F: "#5ba7e8",
-    Op.B: "#ee9a2d",
-    Op.I: "#f7d65c",
-    Op.W: "#1a9b7b",
-    Op.FB: "#5ba7e8",  # its lower half is drawn as a B
+    Op.F: "#70b5f2",
+    Op.B: "#e8881c",
+    Op.I: "#f9de6c",
+    Op.W: "#1a9a70",
+    Op.FB: "#70b5f2",  # its lower half is drawn as a B
     Op.SEND_F: "#2b6fb3",
     Op.RECV_F: "#2b6fb3",
-    Op.SEND_B: "#b3641a",
-    Op.RECV_B: "#b3641a",
+    Op.SEND_B: "#a85c14",
+    Op.RECV_B: "#a85c14",
     Op.REDUCE: "#c86fa3",
     Op.UPDATE: "#6656c4",
     Op.UNSHARD: "#8b949e",
@@ -33,9 +33,9 @@ KIND_FILLS: dict[Kind, str] = {
     Kind.OPTIMIZER: "#6b7480",
     Kind.VERSIONS: "#6656c4",
     Kind.GRADIENTS: "#c86fa3",
-    Kind.ACTIVATIONS: "#5ba7e8",
-    Kind.HELD: "#1a9b7b",
-    Kind.RECOMPUTE: "#ee9a2d",
+    Kind.ACTIVATIONS: "#70b5f2",
+    Kind.HELD: "#1a9a70",
+    Kind.RECOMPUTE: "#e8881c",
 }
 
 # Stacked from the bottom: what stands all the time first, so that the curves above it keep their shape.

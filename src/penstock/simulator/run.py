@@ -23,18 +23,20 @@ from penstock.core.shape import IntArray
 F, B, I, W, FB = int(Op.F), int(Op.B), int(Op.I), int(Op.W), int(Op.FB)
 SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
 REDUCE, UPDATE = int(Op.REDUCE), int(Op.UPDATE)
+NOTHING, REDUCTION = -1, -2  # what a slot can wait for, besides a row: REDUCTION - stage
+OPEN = -1.0  # the end of a reduction that is not complete
 
 
 def run(proven: Proven, costs: Costs) -> tuple[FloatArray, FloatArray]:
-    """Start and end seconds of every row."""
+    """Start and end seconds of every row; the end of a row that a deadlock keeps out of reach stays below 0."""
     schedule, pairs, links = proven.schedule, proven.pairs, costs.links
     shape, rows = schedule.shape, schedule.rows
-    start, end = np.empty(len(rows)), np.empty(len(rows))
+    start, end = np.empty(len(rows)), np.full(len(rows), -1.0)  # an end below 0: not reached yet
     _clock(
         len(rows),
-        *(rows.op, rows.stage, rows.microbatch, rows.peer, rows.replica, schedule.starts),
-        *(shape.slot_replica, shape.stage_replicas, shape.first_slot[shape.stage_rank]),
-        *(pairs.sends, pairs.receives, pairs.lane),
+        *(rows.op, rows.stage, rows.microbatch, schedule.starts),
+        *(shape.slot_replica, shape.stage_replicas, shape.first_slot[shape.stage_rank], shape.seats),
+        *(pairs.sends, pairs.lane, pairs.target),
         *(seconds_table(schedule, costs), costs.slowdown, costs.reduce, costs.overlap),
         *(links.seconds, links.latency, links.leave, links.enter, links.resources, links.shared),
         *(start, end),
@@ -59,17 +61,40 @@ def seconds_table(schedule: Schedule, costs: Costs) -> FloatArray:
 def _wake(ready: LongArray, height: int, heap: list[tuple[float, int]], shared: bool, time: float, slot: int) -> int:
     """Put a slot among those that can go on; returns the new height of the stack."""
     if shared:
-        heapq.heappush(heap, (time, slot))
+        heapq.heappush(heap, (time, np.int64(slot)))
         return height
     ready[height] = slot
     return height + 1
 
 
+@helper
+def _occupy(free: FloatArray, leave: int, enter: int, t: float, seconds: float) -> float:
+    """Take a transfer's links as soon as they are free; returns when that is."""
+    if seconds <= 0:
+        return t
+    begin = max(t, free[leave], free[enter])  # enter is -1 where only one link is taken: the spare entry, always 0
+    free[leave] = begin + seconds
+    if enter >= 0:
+        free[enter] = begin + seconds
+    return begin
+
+
+@helper
+def _gather(first: int, last: int, rows: LongArray, start: FloatArray, end: FloatArray, seconds: float) -> float:
+    """The last replica has come: run the reduction of seats `first` to `last`; returns its end."""
+    begin = 0.0
+    for seat in range(first, last):
+        begin = max(begin, start[rows[seat]])
+    for seat in range(first, last):
+        start[rows[seat]], end[rows[seat]] = begin, begin + seconds
+    return begin + seconds
+
+
 @kernel
 def _clock(
-    op: OpArray, stage: IntArray, microbatch: IntArray, peer: IntArray, replica: IntArray, starts: LongArray,
-    slot_replica: IntArray, stage_replicas: IntArray, stage_slot: IntArray,
-    sends: IntArray, receives: IntArray, lane: IntArray,
+    op: OpArray, stage: IntArray, microbatch: IntArray, starts: LongArray,
+    slot_replica: IntArray, stage_replicas: IntArray, stage_slot: IntArray, seats: IntArray,
+    sends: IntArray, lane: IntArray, target: IntArray,
     seconds: FloatArray, slowdown: FloatArray, reduce_seconds: FloatArray, overlap: float,
     link_seconds: FloatArray, latency: FloatArray, leave: IntArray, enter: IntArray, resources: int, shared: bool,
     start: FloatArray, end: FloatArray,
@@ -77,12 +102,12 @@ def _clock(
     slots, stages = len(slot_replica), len(stage_slot)
     at = starts[:-1].copy()  # next row of every slot
     now = np.zeros(slots)
-    free = np.zeros(resources + 1)  # when each link is free again; the last one is for "none"
-    reducing = np.zeros(slots)  # when each slot's reduction lane is free again
-    waiting = np.full((stages, slots), -1, dtype=np.int64)  # row of the reduction each slot has entered
-    entered = np.zeros(stages, dtype=np.int64)
-    reduced = np.full((stages, slots), -1.0)  # end of the slot's last complete reduction, -1 while one is open
-    blocked = np.zeros(slots, dtype=np.bool_)
+    awaits = np.full(slots, NOTHING)  # the send a blocked slot waits for; REDUCTION - stage for a reduction
+    free = np.zeros(resources + 1)  # when each link is free again; the last entry stands for no link
+    entered = np.zeros(stages, dtype=np.int64)  # replicas in the open reduction of a stage
+    reduce_row = np.zeros(seats[-1], dtype=np.int64)
+    reduced = np.zeros(seats[-1])  # end of a seat's last reduction, OPEN while one is open
+    lanes_free = np.zeros(slots)  # reductions of one slot run one after the other
     ready = np.arange(slots)  # a stack of slots that can go on; where links are shared, a heap of (time, slot) instead
     height = 0 if shared else slots
     heap = [(0.0, slot) for slot in range(slots)]
@@ -95,68 +120,61 @@ def _clock(
         row, last, t = at[slot], starts[slot + 1], now[slot]
         while row < last:
             o, s = op[row], stage[row]
-            if o <= W or o == UPDATE:
-                if o == UPDATE and stage_replicas[s] > 1:
-                    if reduced[s, slot] < 0:
-                        blocked[slot] = True
-                        break
-                    t = max(t, reduced[s, slot])
+            if o <= W:
                 start[row] = t
                 t += seconds[o, s] * slowdown[slot]
                 end[row] = t
-            elif o == FB:  # one atomic action over two rows
-                start[row] = start[row + 1] = t
-                t += (seconds[F, s] + seconds[B, stage[row + 1]]) * slowdown[slot] * overlap
-                end[row] = end[row + 1] = t
-                row += 1
             elif o == SEND_F or o == SEND_B:
                 if shared and t > turn:  # somebody else may send before
                     heapq.heappush(heap, (t, slot))
                     break
                 way = 0 if o == SEND_F else 1
                 path = lane[row]
-                out, into = leave[way, path], enter[way, path]
-                begin = t
-                if link_seconds[way, path] > 0:
-                    begin = max(t, free[out], free[into] if into >= 0 else t)
-                    free[out] = begin + link_seconds[way, path]
-                    if into >= 0:
-                        free[into] = free[out]
+                begin = _occupy(free, leave[way, path], enter[way, path], t, link_seconds[way, path])
                 start[row] = begin
-                end[row] = begin + link_seconds[way, path] + latency[way, path]
-                target = stage_slot[peer[row]] + replica[row]
-                if blocked[target] and at[target] == receives[way, path, microbatch[row]]:
-                    blocked[target] = False
-                    height = _wake(ready, height, heap, shared, max(now[target], end[row]), target)
+                arrival = begin + link_seconds[way, path] + latency[way, path]
+                end[row] = arrival
+                other = target[way, path]
+                if awaits[other] == row:
+                    awaits[other] = NOTHING
+                    height = _wake(ready, height, heap, shared, max(now[other], arrival), other)
             elif o == RECV_F or o == RECV_B:
                 sent = sends[0 if o == RECV_F else 1, lane[row], microbatch[row]]
-                source = stage_slot[peer[row]] + replica[row]
-                if sent < 0 or at[source] <= sent:
-                    blocked[slot] = True
+                if end[sent] < 0:
+                    awaits[slot] = sent
                     break
                 start[row] = t
                 t = max(t, end[sent])
                 end[row] = t
+            elif o == FB:  # one atomic action over two rows
+                start[row] = start[row + 1] = t
+                t += (seconds[F, s] + seconds[B, stage[row + 1]]) * slowdown[slot] * overlap
+                end[row] = end[row + 1] = t
+                row += 1
+            elif o == UPDATE:
+                seat = seats[s] + slot_replica[slot]
+                if reduced[seat] == OPEN:
+                    awaits[slot] = REDUCTION - s
+                    break
+                t = max(t, reduced[seat])
+                start[row] = t
+                t += seconds[o, s] * slowdown[slot]
+                end[row] = t
             elif o == REDUCE:
-                start[row] = end[row] = t
-                waiting[s, slot] = row
-                reduced[s, slot] = -1.0
+                seat = seats[s] + slot_replica[slot]
+                start[row] = max(t, lanes_free[slot])
+                reduce_row[seat] = row
+                reduced[seat] = OPEN
                 entered[s] += 1
                 if entered[s] == stage_replicas[s]:
                     entered[s] = 0
-                    first = stage_slot[s]
-                    begin = t
-                    for member in range(first, first + stage_replicas[s]):
-                        begin = max(begin, start[waiting[s, member]], reducing[member])
-                    for member in range(first, first + stage_replicas[s]):
-                        start[waiting[s, member]] = begin
-                        end[waiting[s, member]] = begin + reduce_seconds[s]
-                        reduced[s, member] = reducing[member] = begin + reduce_seconds[s]
-                        if blocked[member] and op[at[member]] == UPDATE and stage[at[member]] == s:
-                            blocked[member] = False
-                            height = _wake(ready, height, heap, shared, max(now[member], reduced[s, member]), member)
+                    done = _gather(seats[s], seats[s + 1], reduce_row, start, end, reduce_seconds[s])
+                    for member in range(stage_slot[s], stage_slot[s] + stage_replicas[s]):
+                        reduced[seats[s] + slot_replica[member]] = lanes_free[member] = done
+                        if awaits[member] == REDUCTION - s:
+                            awaits[member] = NOTHING
+                            height = _wake(ready, height, heap, shared, max(now[member], done), member)
             else:
                 start[row] = end[row] = t
             row += 1
-            at[slot] = row
         at[slot], now[slot] = row, t

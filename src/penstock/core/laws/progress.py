@@ -56,63 +56,61 @@ def _reach(schedule: Schedule, pairs: Match, blocking: bool) -> LongArray:
     at = schedule.starts[:-1].copy()
     _advance(
         len(rows),
-        *(rows.op, rows.stage, rows.microbatch, rows.peer, rows.replica, schedule.starts),
-        *(shape.stage_replicas, shape.first_slot[shape.stage_rank]),
-        *(pairs.sends, pairs.receives, pairs.lane, blocking, at),
+        *(rows.op, rows.stage, rows.microbatch, schedule.starts),
+        *(shape.slot_replica, shape.stage_replicas, shape.first_slot[shape.stage_rank], shape.seats),
+        *(pairs.sends, pairs.receives, pairs.lane, pairs.target, blocking, at),
     )
     return at
 
 
 @kernel
 def _advance(
-    op: OpArray, stage: IntArray, microbatch: IntArray, peer: IntArray, replica: IntArray, starts: LongArray,
-    stage_replicas: IntArray, stage_slot: IntArray,
-    sends: IntArray, receives: IntArray, lane: IntArray, blocking: bool, at: LongArray,
+    op: OpArray, stage: IntArray, microbatch: IntArray, starts: LongArray,
+    slot_replica: IntArray, stage_replicas: IntArray, stage_slot: IntArray, seats: IntArray,
+    sends: IntArray, receives: IntArray, lane: IntArray, target: IntArray, blocking: bool, at: LongArray,
 ) -> None:  # fmt: skip
     slots = len(at)
     entered = np.zeros(len(stage_slot), dtype=np.int64)  # slots of a stage in its open reduction
-    reduced = np.ones((len(stage_slot), slots), dtype=np.bool_)
+    is_open = np.zeros(seats[-1], dtype=np.bool_)  # a seat has entered a reduction that is not complete
     ready = np.arange(slots)  # a stack; a slot is on it, running, or blocked
     height = slots
     blocked = np.zeros(slots, dtype=np.bool_)
     while height > 0:
         height -= 1
         slot = ready[height]
-        while at[slot] < starts[slot + 1]:
-            row = at[slot]
+        row = at[slot]
+        while row < starts[slot + 1]:
             o, s = op[row], stage[row]
             if SEND_F <= o <= RECV_B:
                 sending = o == SEND_F or o == SEND_B
                 way = 0 if o == SEND_F or o == RECV_F else 1
-                other = receives[way, lane[row], microbatch[row]] if sending else sends[way, lane[row], microbatch[row]]
-                target = stage_slot[peer[row]] + replica[row]
-                if blocking:
-                    blocked[slot] = at[target] != other or not blocked[target]
-                    if not blocked[slot]:
-                        at[target] = other + 1  # both ends meet, and both go on
-                elif not sending:
-                    blocked[slot] = at[target] <= other
-                if blocked[slot]:
+                other_row = (receives if sending else sends)[way, lane[row], microbatch[row]]
+                other = target[way if sending else 1 - way, lane[row]]
+                meets = blocked[other] and at[other] == other_row
+                if (blocking and not meets) or (not blocking and not sending and at[other] <= other_row):
+                    blocked[slot] = True
                     break
-                if blocked[target] and (at[target] == other or blocking):
-                    blocked[target] = False
-                    ready[height] = target
+                if meets:
+                    at[other] += blocking  # both ends go on together
+                    blocked[other] = False
+                    ready[height] = other
                     height += 1
             elif o == REDUCE:
                 entered[s] += 1
-                reduced[s, slot] = False
+                is_open[seats[s] + slot_replica[slot]] = True
                 if entered[s] == stage_replicas[s]:
                     entered[s] = 0
                     for member in range(stage_slot[s], stage_slot[s] + stage_replicas[s]):
-                        reduced[s, member] = True
-                        if blocked[member] and op[at[member]] == UPDATE:
+                        is_open[seats[s] + slot_replica[member]] = False
+                        if blocked[member] and op[at[member]] == UPDATE and stage[at[member]] == s:
                             blocked[member] = False
                             ready[height] = member
                             height += 1
-            elif o == UPDATE and not reduced[s, slot]:
+            elif o == UPDATE and is_open[seats[s] + slot_replica[slot]]:
                 blocked[slot] = True
                 break
-            at[slot] = row + 1
+            row += 1
+        at[slot] = row
 
 
 def _overtaken(schedule: Schedule, pairs: Match) -> LongArray:

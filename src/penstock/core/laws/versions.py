@@ -94,6 +94,7 @@ def _lawful(
     share: int,
     version: IntArray,
     stage_replicas: IntArray,
+    turns: bool,
 ) -> int:
     """The version that the law names, or -1 where a missing action leaves it open."""
     if law == SYNC:
@@ -104,7 +105,9 @@ def _lawful(
         return newest
     row = forward[0, k] if is_forward else forward[share, k]
     named: int = version[row] if row >= 0 else -1
-    return named * stage_replicas[0] // stage_replicas[s] if is_forward and row >= 0 else named
+    if turns and is_forward and row >= 0:  # a version of r replicas holds r mini-batches
+        named = named * stage_replicas[0] // stage_replicas[s]
+    return named
 
 
 @kernel
@@ -129,7 +132,7 @@ def _read(
                 share = share_first[s] if turns else share_first[s] + own
                 batch = k // per_batch
                 is_forward = o == F or o == FB
-                want = _lawful(law, is_forward, s, k, batch, have, forward, share, version, stage_replicas)
+                want = _lawful(law, is_forward, s, k, batch, have, forward, share, version, stage_replicas, turns)
                 oldest = have - 1 if law == TWO_BW else have
                 if v > have:
                     flaw[row] = NOT_YET

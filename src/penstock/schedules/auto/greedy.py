@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from random import Random
 
 from penstock.schedules.auto.instance import Instance, Order
 
@@ -25,14 +24,13 @@ class Policy:
     hold: float = math.inf  # weight gradients that may wait on a rank while forwards could run
     reserve: bool = True  # keep room for the later stages of a rank, so that no order runs into a dead end
     deep_first: bool = True  # of several forwards (input gradients), the one of the later (earlier) stage first
-    noise: float = 0.0  # chance that a ready action is passed over
 
 
 class Builder:
     """The state of one greedy run."""
 
-    def __init__(self, instance: Instance, policy: Policy, random: Random) -> None:
-        self.instance, self.policy, self.random = instance, policy, random
+    def __init__(self, instance: Instance, policy: Policy) -> None:
+        self.instance, self.policy = instance, policy
         self.order: Order = [[] for _ in range(instance.ranks)]
         self.done = [0] * (3 * instance.stages)
         self.arrived: list[list[float]] = [[] for _ in range(instance.lanes)]
@@ -100,16 +98,12 @@ class Builder:
         policy, owned = self.policy, self.instance.owned[rank]
         forward, soon_f, full = self._best_forward(rank, now, owned)
         back, soon_b = self._best_backward(rank, now, owned)
-        if policy.noise and self.random.random() < policy.noise:
-            forward, back = (-1, back) if self.random.random() < 0.5 else (forward, -1)
         weight = self._oldest_weight(owned) if self.pending[rank] else -1
-        if weight >= 0 and forward >= 0 and self.pending[rank] > policy.hold:
-            forward = -1
         first_back = policy.prefer == "backward" or (policy.prefer == "turns" and self.last_was_forward[rank])
         if back >= 0 and (forward < 0 or first_back):
             return back, now
         if forward >= 0:
-            return forward, now
+            return (weight if self.pending[rank] > policy.hold else forward), now
         soon = min(soon_f, soon_b)
         if weight >= 0 and (full or soon - now >= policy.patience * self.instance.seconds[weight]):
             return weight, now

@@ -1,0 +1,105 @@
+"""Cluster, Profile, Plan, Shape, Timeline: JSON both ways, and refusals that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import Cluster, Device, InputError, Layer, Level, Plan, Profile, StagePlan, Timeline, schedule, simulate
+from penstock.core.shape import Law, Shape, Sharing
+
+LEVELS = (Level("host", 2, 10.0, 0.5), Level("network", 3, 1.0, 2.0, reduce_bandwidth=4.0, shared=True))
+
+
+def through_json(noun):
+    return type(noun).from_json(json.loads(json.dumps(noun.to_json())))
+
+
+def test_cluster_json_and_levels():
+    cluster = Cluster(tuple(Device("a", 8.0, 1.0 + i) for i in range(6)), LEVELS)
+    assert through_json(cluster) == cluster
+    assert [cluster.meeting_level(0, other) for other in range(1, 6)] == [0, 1, 1, 1, 1]
+    assert cluster.group(5, 1) == 2
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(0, 1e3)] * 3), min_size=1, max_size=8),
+    st.data(),
+)
+def test_profile_json_with_branches(costs, data):
+    layers = tuple(Layer(f"layer {i}", *cost, output_bytes=float(i)) for i, cost in enumerate(costs))
+    pairs = [(a, b) for a in range(len(layers)) for b in range(a + 1, len(layers))]
+    edges = tuple(data.draw(st.lists(st.sampled_from(pairs), unique=True))) if pairs else ()
+    profile = Profile(layers, edges, samples=4, device="cpu")
+    assert through_json(profile) == profile
+
+
+def test_a_profiles_branches_cross_a_cut_once_for_each_stage_that_needs_them():
+    # 0 feeds 1 and, over the skip, 3; 1 feeds 2 feeds 3. Stages: {0}, {1, 2}, {3}.
+    layers = tuple(Layer(str(i), 1, 1, 1, output_bytes=10.0**i) for i in range(4))
+    profile = Profile(layers, ((0, 1), (0, 2), (0, 3), (1, 2), (2, 3)))
+    assert profile.crossing((1, 3)) == {(0, 1): 1.0, (0, 2): 1.0, (1, 2): 100.0}
+
+
+def test_plan_json_and_views():
+    plan = Plan(
+        (StagePlan(0, 1), StagePlan(2, 2, recompute=True), StagePlan(3, 5)),
+        (0, 1, 2),
+        (((0,), (1,)), ((2,),), ((3, 4),)),
+        "1f1b",
+        8,
+        options=(("cap", 3),),
+    )
+    assert through_json(plan) == plan
+    assert (plan.replicas, plan.cuts, plan.ranks, plan.chunks) == ((2, 1, 1), (2, 3), 3, 1)
+    assert plan.slots == ((0,), (1,), (2,), (3, 4))
+
+
+def test_shape_json_and_slots():
+    shape = Shape("x", Law.STASH, (0, 1, 2), 2, 5, (2, 1, 3), Sharing.TURNS, ((0, 1), (1, 2), (0, 2)))
+    assert through_json(shape) == shape
+    assert shape.slot_rank.tolist() == [0, 0, 1, 2, 2, 2]
+    assert shape.slot_replica.tolist() == [0, 1, 0, 0, 1, 2]
+    assert [shape.slot(s, r) for s, r in ((0, 1), (1, 0), (2, 2))] == [1, 2, 5]
+    assert [shape.rounds(stage) for stage in range(3)] == [3, 5, 2]
+
+
+def test_timeline_json_keeps_times_and_memory():
+    line = simulate(schedule("zb-v", stages=2, microbatches=4), transfer=0.5)
+    back = through_json(line)
+    assert isinstance(back, Timeline)
+    assert np.array_equal(back.start, line.start)
+    assert np.array_equal(back.end, line.end)
+    assert back.figures() == line.figures()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Level("host", 0, 1.0), "'host' to join at least 1 group, but got 0"),
+        (lambda: Level("host", 1, 0.0), "positive bandwidths at level 'host'"),
+        (lambda: Level("host", 1, float("nan")), "positive bandwidths"),
+        (lambda: Level("host", 1, 1.0, -1.0), "latency of 0 or more seconds"),
+        (lambda: Cluster((Device(),), LEVELS), "6 devices, the product of the level sizes, but got 1"),
+        (lambda: Layer("conv", -1.0, 0, 0), "forward of layer 'conv' to be 0 or more, but got -1.0"),
+        (lambda: Layer("conv", 0, 0, 0, parameter_bytes=float("nan")), "parameter_bytes of layer 'conv'"),
+        (lambda: Profile(()), "at least one layer"),
+        (lambda: Profile((Layer("a", 1, 1, 1), Layer("b", 1, 1, 1)), ((1, 0),)), r"no cycles\), but got \(1, 0\)"),
+        (lambda: Plan((StagePlan(0, 1), StagePlan(3, 4)), (0, 1), (((0,),), ((1,),)), "1f1b", 1), "begins at layer 2"),
+        (lambda: Plan((StagePlan(0, 1),), (0,), (((0,), (0,)),), "1f1b", 1), "devices of its own"),
+        (lambda: Plan((StagePlan(0, 1),), (1,), (((0,),),), "1f1b", 1), "ranks 0 to 0 in the placement"),
+        (lambda: Shape("x", Law.SYNC, (0, 2), 1), "uses every rank from 0 up"),
+        (lambda: Shape("x", Law.SYNC, (0, 1), 0), "microbatches of at least 1, but got 0"),
+        (lambda: Shape("x", Law.SYNC, (0, 1), 1, replicas=(1,)), "positive replica count for each of 2 ranks"),
+        (lambda: Shape("x", Law.SYNC, (0, 1), 1, replicas=(1, 0)), "positive replica count for each of 2 ranks"),
+        (lambda: Shape("x", Law.SYNC, (0, 1), 1, edges=((1, 0),)), "edges from an earlier to a later of 2 stages"),
+        (lambda: Shape("x", Law.SYNC, (0,), 1, sharing=Sharing.TURNS), "split each micro-batch under the law 'sync'"),
+    ],
+)
+def test_refusals_name_the_value_and_the_rule(make, said):
+    with pytest.raises(InputError, match=said):
+        make()
