@@ -222,7 +222,7 @@ def test_no_compiler_and_no_torch_on_the_way_of_small_work(arguments):
     code = (
         "import sys\nfrom penstock.cli import main\n"
         f"sys.argv = ['penstock', *{arguments!r}]\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules and 'numba' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -42,7 +42,7 @@ def plain_clock(line, seconds, transfer, reduce):
     while changed:
         changed = False
         for slot, actions in enumerate(slots):
-            now, link = 0.0, {}
+            now, reducing, link = 0.0, 0.0, {}
             for action in actions:
                 mine = (int(shape.slot_rank[slot]), int(shape.slot_replica[slot]))
                 if action.op in (Op.SEND_F, Op.SEND_B):
@@ -56,14 +56,14 @@ def plain_clock(line, seconds, transfer, reduce):
                     begin, end = now, max(now, times.get(sent, (0.0, 0.0))[1])
                     now, key = end, ("received", slot, str(action))
                 elif action.op is Op.REDUCE:
-                    times.setdefault(("in", action.stage, action.version, mine[1]), now)
-                    if times["in", action.stage, action.version, mine[1]] != now:
-                        times["in", action.stage, action.version, mine[1]], changed = now, True
-                    everyone = [
-                        times.get(("in", action.stage, action.version, r), 0.0) for r in range(shape.replicas[mine[0]])
-                    ]
-                    begin = max(everyone)
-                    end, key = begin + reduce, ("reduced", slot, action.stage, action.version)
+                    came = ("in", action.stage, action.version, mine[1])
+                    asked = max(now, reducing)  # a slot reduces one stage after the other
+                    if times.get(came) != asked:
+                        times[came], changed = asked, True
+                    replicas = range(shape.replicas[mine[0]])
+                    begin = max(times.get(("in", action.stage, action.version, r), 0.0) for r in replicas)
+                    reducing = end = begin + reduce
+                    key = ("reduced", slot, action.stage, action.version)
                 elif action.op is Op.UPDATE:
                     done = times.get(("reduced", slot, action.stage, action.version), (0.0, 0.0))[1]
                     begin = end = now = max(now, done)

@@ -11,6 +11,8 @@ from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.errors import InputError
 from penstock.schedules.ask import Ask
+from penstock.schedules.auto.build import OPTIONS as AUTO_OPTIONS
+from penstock.schedules.auto.build import auto
 from penstock.schedules.dapple import dapple
 from penstock.schedules.dualpipe_v import dualpipe_v
 from penstock.schedules.gpipe import gpipe
@@ -79,6 +81,7 @@ METHODS: dict[str, Method] = {
             (2, 2),
             options={"overlap": "True: F&B is one atomic action; False: F, then B"},
         ),
+        Method("auto", auto, "searched for the costs and memory at hand", chunks=(1, MANY), options=AUTO_OPTIONS),
         Method(
             "pipedream",
             pipedream,
@@ -167,8 +170,9 @@ def find(name: str) -> Method:
     """The method of that name; a wrong name is answered with the nearest right ones."""
     if name in METHODS:
         return METHODS[name]
-    near = get_close_matches(name, METHODS, n=2) or sorted(METHODS)
-    raise InputError("the name of a method", repr(name), f"try {' or '.join(near)} (all: {', '.join(METHODS)})")
+    near = get_close_matches(name, METHODS, n=2)
+    advice = f"try {' or '.join(near)}; all are" if near else "choose one of"
+    raise InputError("the name of a method", repr(name), f"{advice} {', '.join(METHODS)}")
 
 
 def _chunks(method: Method, asked: int | None) -> int:

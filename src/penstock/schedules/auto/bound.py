@@ -47,6 +47,12 @@ def bound(instance: Instance) -> float:
 Steps = list[list[tuple[int, float]]]  # by code: what follows in its micro-batch, and the seconds of transfer between
 
 
+def round_trips(instance: Instance) -> list[float]:
+    """By stage: longest path from the start of its forward to the end of its input gradient."""
+    steps = _steps(instance)
+    return [_life(instance, steps, stage) for stage in range(instance.stages)]
+
+
 def _sequence(instance: Instance) -> list[int]:
     """The codes so that each comes after what it needs."""
     stages = range(instance.stages)

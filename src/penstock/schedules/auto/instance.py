@@ -25,7 +25,7 @@ Send = tuple[int, int, float, float]  # lane, link (-1: none is occupied), secon
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """One mini-batch to put in order. A lane carries one kind of tensor from one code to another, first in, first out."""
+    """One mini-batch to put in order. A lane carries tensors from one code to another, first in, first out."""
 
     stages: int
     ranks: int
@@ -108,7 +108,7 @@ def _seconds(shape: Shape, costs: Costs) -> list[float]:
     share, slow = shares(shape), _slowest(shape, costs)
     again = np.where(costs.recompute, costs.forward, 0.0)
     parts = (costs.forward, costs.input_grad + again, costs.weight_grad)
-    return np.concatenate([part * share * slow for part in parts]).tolist()
+    return [float(value) for part in parts for value in part * share * slow]
 
 
 def _carrier(shape: Shape, costs: Costs, edge: int, way: int) -> tuple[int, float, float]:
@@ -130,7 +130,7 @@ def _memory(shape: Shape, costs: Costs) -> tuple[list[float], list[float]]:
     nothing = np.zeros(shape.stages)
     grab = np.concatenate([kept, full - kept, nothing])
     drop = np.concatenate([nothing, late - full, -late])
-    return grab.tolist(), drop.tolist()
+    return [float(value) for value in grab], [float(value) for value in drop]
 
 
 def _tail(shape: Shape, costs: Costs) -> list[float]:

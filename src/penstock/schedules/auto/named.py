@@ -33,7 +33,7 @@ def named_orders(ask: Ask, placement: str) -> Iterator[Order]:
         for build in (gpipe, zb_h1, zb_h2):
             yield order_of(build(plain))
         for policy, deepest in (("pa", p), ("pb", 2 * p - 1)):  # pa at its deepest is 1f1b
-            for cap in range(min(deepest, m), 1, -1):
+            for cap in range(min(deepest, m), 1, -max(1, deepest // 16)):
                 yield order_of(dapple(replace(plain, options={"policy": policy, "cap": cap})))
     elif placement == "v":
         yield order_of(zb_v(plain))

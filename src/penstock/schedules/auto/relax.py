@@ -55,7 +55,7 @@ class _Stage:
         return begin + self.forward
 
     def _room(self, j: int) -> float:
-        """When memory lets forward j start: the oldest of the n before it is back, and its weight gradient or the next."""
+        """When memory lets forward j start."""
         oldest, second = j - self.flight, j - self.flight + 1
         if not self.filled:
             return self.ends[oldest]
@@ -111,7 +111,9 @@ def _stage(instance: Instance, s: int) -> _Stage:
     kept, during = instance.grab[s], instance.grab[s] + instance.grab[stages + s]
     flight = max(1, _pieces(room, kept, m))
     return _Stage(
-        *(instance.seconds[kind * stages + s] for kind in range(3)),
+        forward=instance.seconds[s],
+        back=instance.seconds[stages + s],
+        weight=instance.seconds[2 * stages + s],
         flight=flight,
         waiting=max(0, _pieces(room - during, held, m)),
         filled=flight * kept + held > room,

@@ -1,0 +1,112 @@
+"""`auto`: a synchronous schedule for the costs and the memory at hand, found by search (after Qi et al. 2023).
+
+Every backward is split into input gradient I and weight gradient W. The result is never slower than the named methods
+of the same placement that fit the same memory, because they are among the candidates.
+
+    p = 2, m = 3, equal costs, memory 2         0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+                                                1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from penstock.core.cost import Costs, flat_costs
+from penstock.core.schedule import Schedule
+from penstock.core.shape import Shape
+from penstock.errors import InputError
+from penstock.schedules.ask import Ask
+from penstock.schedules.auto.clock import peak
+from penstock.schedules.auto.instance import Instance, make_instance
+from penstock.schedules.auto.named import named_orders, one_at_a_time, schedule_of
+from penstock.schedules.auto.search import default_effort, search
+
+NUMBERS = ("forward", "input_grad", "weight_grad", "transfer", "weight_grad_memory")
+OPTIONS = {
+    "forward": "seconds of a forward: one number, or one a rank (each chunk takes an equal part)",
+    "input_grad": "seconds of an input gradient, likewise",
+    "weight_grad": "seconds of a weight gradient, likewise",
+    "transfer": "seconds of a transfer: one number, or one a boundary",
+    "weight_grad_memory": "the part of a micro-batch's activations that must stay until its weight gradient (0.5)",
+    "memory": "most activations on a rank, in those of one micro-batch: one number, or one a rank (no limit)",
+    "costs": "ready costs instead of the numbers; memory is then in their bytes",
+    "placement": "'straight' (one chunk), 'v' (two) or 'interleaved'",
+    "seed": "of the search (0): the same seed gives the same schedule",
+    "effort": "how many orders to try beside the named ones (by size, at most 3000)",
+}
+
+
+def auto(ask: Ask) -> Schedule:
+    """The best schedule found for one mini-batch, repeated for all of them."""
+    placement = _placement(ask)
+    shape = {"straight": ask.straight, "v": ask.folded, "interleaved": ask.looped}[placement]()
+    costs = _costs(shape, ask.options)
+    instance = make_instance(shape, costs, _memory(shape, ask.options.get("memory")))
+    smallest = one_at_a_time(instance)
+    _require_memory(instance, [peak(instance, codes) for codes in smallest])
+    effort = _whole(ask.options, "effort", default_effort(instance), 0)
+    candidates = chain(named_orders(ask, placement), [smallest])
+    return schedule_of(shape, search(instance, candidates, effort, _whole(ask.options, "seed", 0)))
+
+
+def _placement(ask: Ask) -> str:
+    usual = {1: "straight", 2: "v"}.get(ask.chunks, "interleaved")
+    placement = ask.options.get("placement", usual)
+    allowed = {1: ("straight", "interleaved"), 2: ("v", "interleaved")}.get(ask.chunks, ("interleaved",))
+    if placement not in allowed:
+        raise InputError(
+            f"auto's placement for {ask.chunks} chunk(s) a rank to be {' or '.join(map(repr, allowed))}",
+            repr(placement),
+            "change placement or chunks ('straight' takes 1 chunk, 'v' 2, 'interleaved' any number)",
+        )
+    return "straight" if ask.chunks == 1 else str(placement)
+
+
+def _costs(shape: Shape, options: dict[str, Any]) -> Costs:
+    numbers = {name: options[name] for name in NUMBERS if name in options}
+    costs = options.get("costs")
+    if costs is None:
+        return flat_costs(shape, **numbers)
+    if numbers:
+        raise InputError("costs, or numbers, but not both", f"costs and {', '.join(numbers)}", "leave one of them out")
+    if not isinstance(costs, Costs) or len(costs.forward) != shape.stages or len(costs.slowdown) != shape.slots:
+        came = f"costs of {len(costs.forward)} stages" if isinstance(costs, Costs) else repr(costs)
+        raise InputError(f"costs of {shape.stages} stages on {shape.slots} slots", came, "make them for this shape")
+    return costs
+
+
+def _memory(shape: Shape, memory: float | Sequence[float] | None) -> list[float]:
+    """The cap of every rank; None is no limit."""
+    values = np.atleast_1d(np.asarray(math.inf if memory is None else memory, dtype=np.float64))
+    if values.shape not in ((1,), (shape.ranks,)):
+        raise InputError(
+            f"memory to be one number or one for each of {shape.ranks} ranks", values.tolist(), "give either"
+        )
+    if not (values > 0).all():
+        raise InputError("memory to be above 0", values.tolist(), "correct memory, or leave it out for no limit")
+    return [float(value) for value in np.broadcast_to(values, (shape.ranks,))]
+
+
+def _require_memory(instance: Instance, least: list[float]) -> None:
+    """One micro-batch at a time needs the least that any order can do with."""
+    short = [rank for rank in range(instance.ranks) if least[rank] > instance.cap[rank]]
+    if short:
+        rank = short[0]
+        raise InputError(
+            f"memory of at least {least[rank]:g} on rank {rank}, which one micro-batch needs there",
+            f"{instance.cap[rank]:g}",
+            f"raise memory to {max(least[r] for r in short):g} or more, or use smaller micro-batches or more stages",
+        )
+
+
+def _whole(options: dict[str, Any], name: str, usual: int, least: int | None = None) -> int:
+    value = options.get(name, usual)
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        rule = "a whole number" if least is None else f"a whole number of at least {least}"
+        raise InputError(f"auto's {name} to be {rule}", repr(value), f"change {name}")
+    return value

@@ -1,0 +1,131 @@
+"""The search: the named methods, then many greedy orders, then local improvement of the best few.
+
+Work is counted in looks at the clock, not in seconds, so that the same call gives the same schedule everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+from penstock.schedules.auto.bound import bound, round_trips
+from penstock.schedules.auto.clock import clock, fits
+from penstock.schedules.auto.greedy import Builder, Policy
+from penstock.schedules.auto.improve import improve
+from penstock.schedules.auto.instance import Instance, Order
+
+GREEDY_LOOKS = 6  # building a greedy order takes about as long as this many looks at the clock
+STARTS = 4  # orders that local improvement starts from
+
+Found = tuple[float, Order, Policy | None]
+
+
+class Pool:
+    """The best few orders found so far, no two of the same length, and the work that is left."""
+
+    def __init__(self, instance: Instance, effort: int) -> None:
+        self.instance, self.left, self.target = instance, effort, bound(instance)
+        self.found: list[Found] = []
+
+    @property
+    def best(self) -> float:
+        return self.found[0][0] if self.found else math.inf
+
+    @property
+    def proven(self) -> bool:
+        """Whether the best order is as short as the bound, up to rounding."""
+        return self.best <= self.target * (1 + 1e-12)
+
+    def add(self, span: float, order: Order, policy: Policy | None = None) -> None:
+        tolerance = 1e-9 * span
+        if math.isfinite(span) and all(abs(span - known) > tolerance for known, *_ in self.found):
+            self.found = sorted([*self.found, (span, order, policy)], key=lambda one: one[0])[:STARTS]
+
+    def build(self, policy: Policy) -> float:
+        """Build and time a greedy order; infinite where it ends in a dead end."""
+        self.left -= GREEDY_LOOKS
+        order = Builder(self.instance, policy).run()
+        if order is None:
+            return math.inf
+        span, _ = clock(self.instance, order)
+        self.add(span, order, policy)
+        return span
+
+
+def search(instance: Instance, candidates: Iterable[Order], effort: int, seed: int) -> Order:
+    """The best order found. `candidates` are always tried, whatever the effort; one of them must fit the memory."""
+    pool = Pool(instance, effort)
+    for order in candidates:
+        if all(fits(instance, rank, codes) for rank, codes in enumerate(order)):
+            pool.add(clock(instance, order)[0], order)
+    random = Random(seed)
+    _try_policies(pool, until=effort * 2 // 3)
+    _vary_policies(pool, random, until=effort // 2)
+    share = pool.left // STARTS
+    for _, order, _ in list(pool.found):
+        if pool.proven:
+            break
+        pool.add(*improve(instance, order, share, pool.target, random))
+    return pool.found[0][1]
+
+
+def default_effort(instance: Instance) -> int:
+    """About a second in plain Python up to some thousand actions; beyond, in proportion to the actions."""
+    return max(60, min(3000, 2_000_000 // instance.actions))
+
+
+def _try_policies(pool: Pool, until: int) -> None:
+    """A grid of policies, the most promising first."""
+    for policy in policies(pool.instance):
+        if pool.left < until or pool.proven:
+            return
+        pool.build(policy)
+
+
+def policies(instance: Instance) -> Iterator[Policy]:
+    trips = round_trips(instance)
+    # Where one rank is the bottleneck, a micro-batch leaves it every `period` seconds; a stage needs as many in flight
+    # as periods pass until its gradient is back. Queues on the way make that longer than the path alone.
+    stages = range(instance.stages)
+    period = max(
+        sum(instance.seconds[k * instance.stages + s] for s in owned for k in range(3)) for owned in instance.owned
+    )
+    waits = [trip / period if period > 0 else math.inf for trip in trips]
+    tight = len(instance.owned[0]) > 1 and min(instance.cap) < math.inf
+    for prefer, patience in product(("backward", "turns", "forward"), (0.0, 0.5, 1.0)):
+        for depth in (2.0, 3.0, 1.5, math.inf, 1.0, 1.25, 0.75):
+            limit = tuple(max(1.0, math.ceil(w)) if (w := depth * waits[s]) < math.inf else w for s in stages)
+            for reserve in (True, False) if tight else (True,):
+                yield Policy(limit, prefer, patience, reserve=reserve)
+
+
+def _vary_policies(pool: Pool, random: Random, until: int) -> None:
+    """Hill climbing over policies: change one that built a good order a little, go on from there if it got no worse."""
+    known = [(span, policy) for span, _, policy in pool.found if policy is not None]
+    if not known:
+        return
+    span, current = known[0]
+    while pool.left >= until and not pool.proven:
+        base = current if random.random() < 0.7 else random.choice(known)[1]
+        varied = _varied(base, pool.instance.microbatches, random)
+        new_span = pool.build(varied)
+        if new_span <= span * 1.0005:
+            span, current = new_span, varied
+
+
+def _varied(policy: Policy, most: int, random: Random) -> Policy:
+    limit = list(policy.limit)
+    for _ in range(random.choice((1, 1, 2, 3))):
+        stage = random.randrange(len(limit))
+        limit[stage] = max(1.0, min(limit[stage], most) + random.choice((-2, -1, 1, 2)))
+    policy = replace(policy, limit=tuple(limit))
+    if random.random() < 0.3:
+        policy = replace(policy, patience=random.choice((0.0, 0.25, 0.5, 0.75, 1.0, 1.5)))
+    if random.random() < 0.2:
+        policy = replace(policy, hold=random.choice((0, 1, 2, 3, 5, 8, math.inf)))
+    if random.random() < 0.2:
+        policy = replace(policy, prefer=random.choice(("backward", "turns", "forward")))
+    return policy

@@ -1,0 +1,69 @@
+"""What README and docs say is run: Python blocks, commands, sample files, and the files they point at."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import check, from_csv
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SAMPLE = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+def blocks(language):
+    return [
+        pytest.param(body, id=f"{page.name}:{page.read_text()[: match.start()].count(chr(10)) + 1}")
+        for page in PAGES
+        for match in FENCE.finditer(page.read_text())
+        for found, body in [match.groups()]
+        if found == language
+    ]
+
+
+def commands():
+    found = {
+        command
+        for page in PAGES
+        for command in re.findall(
+            r"^\.venv/bin/(penstock .*)$|`(penstock [a-z]+ [^`]*)`", page.read_text(), re.MULTILINE
+        )
+    }
+    return sorted({one or other for one, other in found})
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_blocks_run(code, tmp_path):
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_run(command, tmp_path):
+    (tmp_path / "mine.csv").write_text(SAMPLE)
+    words = [sys.executable, "-m", "penstock.cli", *shlex.split(command)[1:]]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("body", blocks(""))
+def test_sample_schedules_are_sound(body):
+    if not re.search(r"^0F0,", body, re.MULTILINE):
+        pytest.skip("not a schedule")
+    assert check(from_csv(body)).ok
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page):
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert all((page.parent / link).exists() for link in links), links
+    for path in re.findall(r"`((?:tests|benchmarks|docs)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
