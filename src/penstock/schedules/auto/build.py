@@ -37,7 +37,7 @@ OPTIONS = {
     "costs": "ready costs instead of the numbers; memory is then in their bytes",
     "placement": "'straight' (one chunk), 'v' (two) or 'interleaved'",
     "seed": "of the search (0): the same seed gives the same schedule",
-    "effort": "how many orders to try beside the named ones (by size, at most 3000)",
+    "effort": "how many orders to try beside the named ones (by size, at most 4000)",
 }
 
 

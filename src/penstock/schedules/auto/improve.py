@@ -23,7 +23,7 @@ def improve(instance: Instance, order: Order, tries: int, target: float, random:
     places: list[tuple[int, int]] = []
     warmth = 0.01 * (span - target)
     for turn in range(tries):
-        if best_span <= target * (1 + 1e-12):
+        if best_span <= target * (1 + 1e-10):
             break
         if not places:
             places = critical(instance, order, ends)

@@ -44,9 +44,14 @@ class Instance:
     tail: list[float]  # by rank: seconds of update behind its last action
 
     @property
-    def per_rank(self) -> list[int]:
-        """Actions on every rank."""
-        return [3 * self.microbatches * len(stages) for stages in self.owned]
+    def busiest(self) -> float:
+        """Seconds of one micro-batch on the rank that has most to do."""
+        return max(sum(self.seconds[s + k * self.stages] for s in owned for k in range(3)) for owned in self.owned)
+
+    @property
+    def squeezed(self) -> bool:
+        """Whether several stages of a rank compete for a limited memory."""
+        return self.stages > self.ranks and min(self.cap) < math.inf
 
     @property
     def actions(self) -> int:

@@ -1,4 +1,4 @@
-"""The search: the named methods, then many greedy orders, then local improvement of the best few.
+"""The search: the named methods, then many greedy and periodic orders, then local improvement of the best few.
 
 Work is counted in looks at the clock, not in seconds, so that the same call gives the same schedule everywhere.
 """
@@ -16,8 +16,10 @@ from penstock.schedules.auto.clock import clock, fits
 from penstock.schedules.auto.greedy import Builder, Policy
 from penstock.schedules.auto.improve import improve
 from penstock.schedules.auto.instance import Instance, Order
+from penstock.schedules.auto.repeat import periods, repeating, varied
 
 GREEDY_LOOKS = 6  # building a greedy order takes about as long as this many looks at the clock
+ROUNDING = 1e-10
 STARTS = 4  # orders that local improvement starts from
 
 Found = tuple[float, Order, Policy | None]
@@ -37,12 +39,21 @@ class Pool:
     @property
     def proven(self) -> bool:
         """Whether the best order is as short as the bound, up to rounding."""
-        return self.best <= self.target * (1 + 1e-12)
+        return self.best <= self.target * (1 + ROUNDING)
 
     def add(self, span: float, order: Order, policy: Policy | None = None) -> None:
         tolerance = 1e-9 * span
         if math.isfinite(span) and all(abs(span - known) > tolerance for known, *_ in self.found):
             self.found = sorted([*self.found, (span, order, policy)], key=lambda one: one[0])[:STARTS]
+
+    def time(self, order: Order) -> float:
+        """Time an order that may not fit; infinite where it does not."""
+        self.left -= 1
+        if not all(fits(self.instance, rank, codes) for rank, codes in enumerate(order)):
+            return math.inf
+        span, _ = clock(self.instance, order)
+        self.add(span, order)
+        return span
 
     def build(self, policy: Policy) -> float:
         """Build and time a greedy order; infinite where it ends in a dead end."""
@@ -59,12 +70,14 @@ def search(instance: Instance, candidates: Iterable[Order], effort: int, seed: i
     """The best order found. `candidates` are always tried, whatever the effort; one of them must fit the memory."""
     pool = Pool(instance, effort)
     for order in candidates:
-        if all(fits(instance, rank, codes) for rank, codes in enumerate(order)):
-            pool.add(clock(instance, order)[0], order)
+        pool.time(order)
+    pool.left = effort
     random = Random(seed)
-    _try_policies(pool, until=effort * 2 // 3)
-    _vary_policies(pool, random, until=effort // 2)
-    share = pool.left // STARTS
+    if instance.squeezed:
+        _try_periods(pool, random, until=effort * 19 // 20)
+    _try_policies(pool, until=effort // 2)
+    _vary_policies(pool, random, until=effort * 2 // 5)
+    share = max(0, pool.left) // STARTS
     for _, order, _ in list(pool.found):
         if pool.proven:
             break
@@ -74,7 +87,20 @@ def search(instance: Instance, candidates: Iterable[Order], effort: int, seed: i
 
 def default_effort(instance: Instance) -> int:
     """About a second in plain Python up to some thousand actions; beyond, in proportion to the actions."""
-    return max(60, min(3000, 2_000_000 // instance.actions))
+    return max(60, min(4000, 3_000_000 // instance.actions))
+
+
+def _try_periods(pool: Pool, random: Random, until: int) -> None:
+    """Periods from short to long, then small changes of the best one."""
+    best, period, delay = math.inf, pool.instance.busiest, [0.0] * (3 * pool.instance.stages)
+    for longer in periods(pool.instance):
+        span = pool.time(repeating(pool.instance, longer, delay))
+        best, period = min((best, period), (span, longer))
+    while pool.left >= until and not pool.proven:
+        new = varied(pool.instance, period, delay, random)
+        span = pool.time(repeating(pool.instance, *new))
+        if span <= best:
+            best, (period, delay) = span, new
 
 
 def _try_policies(pool: Pool, until: int) -> None:
@@ -87,18 +113,13 @@ def _try_policies(pool: Pool, until: int) -> None:
 
 def policies(instance: Instance) -> Iterator[Policy]:
     trips = round_trips(instance)
-    # Where one rank is the bottleneck, a micro-batch leaves it every `period` seconds; a stage needs as many in flight
-    # as periods pass until its gradient is back. Queues on the way make that longer than the path alone.
-    stages = range(instance.stages)
-    period = max(
-        sum(instance.seconds[k * instance.stages + s] for s in owned for k in range(3)) for owned in instance.owned
-    )
-    waits = [trip / period if period > 0 else math.inf for trip in trips]
-    tight = len(instance.owned[0]) > 1 and min(instance.cap) < math.inf
+    # The bottleneck lets a micro-batch pass every `busiest` seconds; a stage needs as many in flight as such periods
+    # pass until its gradient is back. Queues on the way make that longer than the path alone.
+    waits = [trip / instance.busiest if instance.busiest > 0 else math.inf for trip in trips]
     for prefer, patience in product(("backward", "turns", "forward"), (0.0, 0.5, 1.0)):
         for depth in (2.0, 3.0, 1.5, math.inf, 1.0, 1.25, 0.75):
-            limit = tuple(max(1.0, math.ceil(w)) if (w := depth * waits[s]) < math.inf else w for s in stages)
-            for reserve in (True, False) if tight else (True,):
+            limit = tuple(max(1.0, math.ceil(w)) if (w := depth * wait) < math.inf else w for wait in waits)
+            for reserve in (True, False) if instance.squeezed else (True,):
                 yield Policy(limit, prefer, patience, reserve=reserve)
 
 
