@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install test lint types imports unit bench clean
+.PHONY: install test lint types imports unit bench pictures clean
 
 install: .venv/.installed
 
@@ -27,7 +27,11 @@ unit: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 bench: install
-	$(BIN)/python -m benchmarks.simulator
+	$(BIN)/python -m benchmarks.simulator --large
+	$(BIN)/python -m benchmarks.auto --sets 6
+
+pictures: install
+	$(BIN)/penstock simulate --schedule zb-v --stages 4 --microbatches 8 --svg docs/pictures/zb-v.svg > /dev/null
 
 clean:
 	rm -rf .venv

@@ -102,7 +102,7 @@ def test_check_accepts_a_sound_file_and_simulate_runs_it(tmp_path):
 def test_check_reads_pytorchs_format_too(tmp_path):
     file = tmp_path / "torch.csv"
     file.write_text(
-        penstock(*"schedule dualpipe-v --stages 2 --microbatches 4 --overlap --format torch".split()).stdout
+        penstock("schedule", "dualpipe-v", "--stages", 2, "--microbatches", 4, "--overlap", "--format", "torch").stdout
     )
     assert "OVERLAP_F_B" in file.read_text()
     assert penstock("check", file).returncode == 0
