@@ -28,9 +28,9 @@ TRANSFER = 0.125
 BYTES = 21 + 16  # of one lowered action, and of its start and end
 
 
-def cpu(work):
+def cpu(work, *arguments):
     begin = time.process_time()
-    result = work()
+    result = work(*arguments)
     return time.process_time() - begin, result
 
 
@@ -42,7 +42,7 @@ def copy_seconds(size):
     """CPU seconds to write `size` bytes that are in memory already."""
     source, target = np.zeros(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
     np.copyto(target, source)
-    return cpu(lambda: np.copyto(target, source))[0]
+    return cpu(np.copyto, target, source)[0]
 
 
 def case(p, m, repetitions):
@@ -50,14 +50,14 @@ def case(p, m, repetitions):
     spent = {name: [] for name in ("ours", "build", "plain", "simpy", "limit")}
     ours(p, m)
     for _ in range(repetitions):
-        seconds, line = cpu(lambda: ours(p, m))
+        seconds, line = cpu(ours, p, m)
         actions = len(line.schedule)
         spent["ours"].append(seconds)
-        seconds, slots = cpu(lambda: plain_loop.build(p, m))
+        seconds, slots = cpu(plain_loop.build, p, m)
         spent["build"].append(seconds)
-        seconds, times = cpu(lambda: plain_loop.simulate(slots, SECONDS, TRANSFER))
+        seconds, times = cpu(plain_loop.simulate, slots, SECONDS, TRANSFER)
         spent["plain"].append(seconds)
-        seconds, end = cpu(lambda: simpy_loop.simulate(slots, SECONDS, TRANSFER))
+        seconds, end = cpu(simpy_loop.simulate, slots, SECONDS, TRANSFER)
         spent["simpy"].append(seconds)
         spent["limit"].append(copy_seconds(actions * BYTES))
         last = max(end for slot in times for _, end in slot)
@@ -73,7 +73,7 @@ def case(p, m, repetitions):
 
 def large():
     """Ten million compute actions: time, and the most memory the process ever had."""
-    seconds, line = cpu(lambda: ours(64, 78_125))
+    seconds, line = cpu(ours, 64, 78_125)
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     compute = int(line.schedule.is_compute().sum())
     print(

@@ -21,7 +21,7 @@ CASES = [
 
 
 def bare_runtime(shape):
-    """PyTorch's runtime without process groups: its loader, validation and lowering ask for these fields and no more."""
+    """PyTorch's runtime without process groups: its loader, validation and lowering ask for no more."""
     runtime = object.__new__(pipelining._PipelineScheduleRuntime)
     runtime.pipeline_order, runtime._stages = {}, []
     runtime.pp_group_size, runtime._num_stages = shape.ranks, shape.stages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -36,7 +38,7 @@ def plain_clock(line, seconds, transfer, reduce):
     full = line.schedule
     shape, slots = full.shape, []
     for slot in range(shape.slots):
-        slots.append([action for action in full.actions(slot)])
+        slots.append(list(full.actions(slot)))
     times = {}
     changed = True
     while changed:
@@ -149,7 +151,7 @@ def test_a_shared_uplink_makes_two_pipelines_wait_for_each_other():
         line = simulate(built, profile=profile, plan=placed(0, 1, 2, 3, m=4), cluster=two_hosts(shared))
         sends = line.schedule.rows.op == Op.SEND_F
         spans = sorted(zip(line.start[sends], line.end[sends], strict=True))
-        overlap = any(b[0] < a[1] - 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+        overlap = any(b[0] < a[1] - 1e-9 for a, b in pairwise(spans))
         times[shared] = line.makespan
         assert overlap is not shared
         assert sum(end - start for start, end in spans) == pytest.approx(8 * 2.0)
@@ -163,7 +165,7 @@ def test_a_shared_link_serves_in_the_order_of_asking_and_repeats_exactly():
     assert np.array_equal(lines[0].end, lines[1].end)
     line = lines[0]
     rows = np.flatnonzero(line.schedule.rows.op == Op.SEND_F)
-    # Compute comes right before its sends, so a send is asked for when the compute before it ends; served in that order.
+    # A send is asked for when the compute right before it ends, and served in that order.
     before = [row - 1 if line.schedule.rows.op[row - 1] <= Op.FB else row - 2 for row in rows.tolist()]
     asked, slot = line.end[before], line.schedule.slot_of_rows()[rows]
     served = np.lexsort((rows, slot, asked))
