@@ -124,8 +124,7 @@ def schedule_command(
 
         _console().print(grid(built, width=_console().width), soft_wrap=True)
     elif format in ("csv", "torch", "json"):
-        write = {"csv": to_csv, "torch": to_torch_csv, "json": lambda s: json.dumps(s.to_json()) + "\n"}[format]
-        typer.echo(write(built), nl=False)
+        typer.echo({"csv": to_csv, "torch": to_torch_csv, "json": _as_json}[format](built), nl=False)
     else:
         raise InputError("format to be grid, csv, json or torch", repr(format), "choose one of them")
 
@@ -218,6 +217,10 @@ def simulate(
     console.print(summary(line))
     shares = " · ".join(f"{part} {share:.1%}" for part, share in parts.shares().items() if share)
     console.print(f"where the time goes: {shares}", highlight=False)
+
+
+def _as_json(built: Schedule) -> str:
+    return json.dumps(built.to_json()) + "\n"
 
 
 def _build(

@@ -61,7 +61,7 @@ def seconds_table(schedule: Schedule, costs: Costs) -> FloatArray:
 def _wake(ready: LongArray, height: int, heap: list[tuple[float, int]], shared: bool, time: float, slot: int) -> int:
     """Put a slot among those that can go on; returns the new height of the stack."""
     if shared:
-        heapq.heappush(heap, (time, np.int64(slot)))
+        heapq.heappush(heap, (time, np.int64(slot)))  # type: ignore[misc]
         return height
     ready[height] = slot
     return height + 1
@@ -72,7 +72,7 @@ def _occupy(free: FloatArray, leave: int, enter: int, t: float, seconds: float) 
     """Take a transfer's links as soon as they are free; returns when that is."""
     if seconds <= 0:
         return t
-    begin = max(t, free[leave], free[enter])  # enter is -1 where only one link is taken: the spare entry, always 0
+    begin: float = max(t, free[leave], free[enter])  # enter is -1 where only one link is taken: the spare entry, always 0
     free[leave] = begin + seconds
     if enter >= 0:
         free[enter] = begin + seconds
