@@ -89,6 +89,46 @@ def test_simulate_draws_to_every_file_asked_for(tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def figures(*words):
+    done = penstock(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_flag_of_simulate_reaches_the_simulator():
+    words = ("simulate", "--schedule", "1f1b", "--stages", 2, "--microbatches", 4)
+    plain = figures(*words)
+    assert figures(*words, "--update", 3)["makespan"] == plain["makespan"] + 3
+    assert figures(*words, "--recompute")["work"] == [work + 4 for work in plain["work"]]
+    replicated = figures(*words, "--replicas", "2,1")
+    assert len(replicated["idle"]) == 3
+    assert figures(*words, "--replicas", "2,1", "--reduce", "2,0")["makespan"] == replicated["makespan"] + 2
+    dapple = ("simulate", "--schedule", "dapple", "--stages", 4, "--microbatches", 8)
+    assert figures(*dapple, "--policy", "pb")["peak_activations"] == [7, 5, 3, 1]
+    assert figures(*dapple, "--policy", "pb", "--cap", 4)["peak_activations"] == [4, 4, 3, 1]
+    auto = ("simulate", "--schedule", "auto", "--stages", 3, "--microbatches", 6, "--forward", "1,3,1")
+    assert max(figures(*auto, "--memory", 2)["peak_activations"]) <= 2
+    assert (
+        figures(*auto)["makespan"]
+        == simulate(schedule("auto", stages=3, microbatches=6, forward=[1, 3, 1]), forward=[1, 3, 1]).makespan
+    )
+
+
+def test_asynchronous_flags_reach_the_schedule():
+    words = ("schedule", "pipedream", "--stages", 3, "--batches", 6, "--format", "csv")
+    assert "# law: stash" in penstock(*words).stdout
+    assert "# law: vertical" in penstock(*words, "--vertical-sync").stdout
+    assert "# law: newest" in penstock(*words, "--no-stash").stdout
+    assert "0F0>1" in penstock(*words, "--lowered").stdout
+
+
+def test_check_honours_a_memory_cap(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text(to_csv(schedule("gpipe", stages=2, microbatches=4)))
+    assert penstock("check", file, "--memory", 4).returncode == 0
+    assert "over the cap of 3" in refused("check", file, "--memory", 3)
+
+
 def test_check_accepts_a_sound_file_and_simulate_runs_it(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
@@ -133,7 +173,7 @@ BAD = {
     "zero batches": (("schedule", "pipedream", "--stages", 2, "--batches", 0), "at least 1.*but got 0"),
     "zero chunks": (
         ("schedule", "interleaved", "--stages", 2, "--microbatches", 4, "--chunks", 0),
-        r"at least 1 chunk.*but got 0",
+        r"1 to 65536 chunk.*but got 0",
     ),
     "no micro-batches": (("schedule", "1f1b", "--stages", 2), "a number of micro-batches for 1f1b"),
     "no stages": (("schedule", "1f1b", "--microbatches", 2), "a number of stages for 1f1b"),
@@ -178,6 +218,24 @@ BAD = {
     "AW above A": ((*SIMULATE, "--weight-grad-memory", "1.5"), "between 0 and 1, but got 1.5"),
     "replicas of the wrong length": ((*SIMULATE, "--replicas", "1,2,3"), "each of 2 ranks, but got"),
     "replicas that are no number": ((*SIMULATE, "--replicas", "two"), "whole numbers, but got 'two'"),
+    "no number at all": ((*SIMULATE[:2], "auto", *SIMULATE[3:], "--memory", ""), "--memory to be a number"),
+    "more micro-batches than can be counted": (
+        ("schedule", "1f1b", "--stages", 2, "--microbatches", 3_000_000_000),
+        "at most 2147483647",
+    ),
+    "more batches than can be counted": (
+        ("schedule", "pipedream", "--stages", 2, "--batches", 10**11),
+        "to be at most",
+    ),
+    "more stages than anyone has": (("schedule", "1f1b", "--stages", 10**8, "--microbatches", 2), "to be at most"),
+    "costs for a method without": (
+        ("schedule", "1f1b", "--stages", 2, "--microbatches", 2, "--forward", "nan"),
+        "costs for auto alone",
+    ),
+    "a file and its shape": (
+        ("simulate", "--schedule", "mine.csv", "--stages", 9, "--overlap"),
+        "a file to say its own shape, but got --stages, --overlap",
+    ),
     "a missing file": (("check", "nowhere.csv"), "nowhere.csv: expected a readable CSV file.*No such file"),
     "a picture that cannot be written": (
         (*SIMULATE, "--svg", "/nowhere/a.svg"),
@@ -227,3 +285,21 @@ def test_no_compiler_and_no_torch_on_the_way_of_small_work(arguments):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_auto_with_nothing_to_do_is_no_division_by_zero():
+    zero = ("--forward", 0, "--input-grad", 0, "--weight-grad", 0)
+    words = ("simulate", "--schedule", "auto", "--stages", 2, "--microbatches", 4, "--chunks", 2, "--memory", 3)
+    assert figures(*words, *zero)["makespan"] == 0
+
+
+def test_a_terminal_without_signs_and_a_full_disk_get_no_traceback(tmp_path):
+    import os
+
+    words = [*MODULE, "simulate", "--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]
+    done = subprocess.run(words, capture_output=True, timeout=60, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    if os.path.exists("/dev/full"):  # noqa: PTH110
+        with open("/dev/full", "w") as full:  # noqa: PTH123
+            done = subprocess.run([*words, "--json"], stdout=full, stderr=subprocess.PIPE, timeout=60)
+        assert b"Traceback" not in done.stderr

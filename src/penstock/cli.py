@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +43,7 @@ Forward = Annotated[str, typer.Option(help="Seconds of a rank's forward: one num
 InputGrad = Annotated[str, typer.Option(help="Seconds of a rank's input gradient.")]
 WeightGrad = Annotated[str, typer.Option(help="Seconds of a rank's weight gradient.")]
 WeightGradMemory = Annotated[float, typer.Option(help="AW: what stays until the weight gradient, as a fraction of A.")]
-Transfer = Annotated[str, typer.Option(help="Seconds of a transfer between neighbouring ranks.")]
+Transfer = Annotated[str, typer.Option(help="Seconds of a transfer: one number, or one a rank (to the next one).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PictureFile = Annotated[Path | None, typer.Option(help="Write the timeline to this file.")]
 
@@ -115,6 +116,8 @@ def schedule_command(
     from penstock.core.torch_text import to_torch_csv
 
     costs = _costs(forward, input_grad, weight_grad, transfer, weight_grad_memory)
+    if name != "auto" and (forward, input_grad, weight_grad, transfer, weight_grad_memory) != ("1", "1", "1", "0", 0.5):
+        raise InputError("costs for auto alone", f"costs for {name}, whose order they do not change", "leave them out")
     options = _options(name, policy, cap, overlap, vertical_sync, no_stash, memory, costs)
     built = _build(name, stages, microbatches, batches, chunks, replicas, options)
     if lowered:
@@ -141,11 +144,8 @@ def check(
     Example: `penstock check mine.csv --transfers in-order`
     """
     from penstock.core.check import check as run_check
-    from penstock.core.laws.progress import Transfers
 
     built = _read(file)
-    if transfers not in list(Transfers):
-        raise InputError("transfers to be buffered, in-order or blocking", repr(transfers), "choose one of them")
     report = run_check(built, transfers=transfers, memory=None if memory is None else _numbers("memory", memory))
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
@@ -196,6 +196,12 @@ def simulate(
 
     costs = _costs(forward, input_grad, weight_grad, transfer, weight_grad_memory)
     if schedule.endswith(".csv"):
+        asked: dict[str, Any] = {"--stages": stages, "--microbatches": microbatches, "--batches": batches, "--chunks": chunks}
+        asked |= {"--policy": policy, "--cap": cap, "--overlap": overlap, "--vertical-sync": vertical_sync}
+        asked |= {"--no-stash": no_stash, "--memory": memory, "--replicas": replicas != "1"}
+        given = [flag for flag, value in asked.items() if value]
+        if given:
+            raise InputError("a file to say its own shape", ", ".join(given), "leave these out, or name a method")
         built = _read(Path(schedule))
     else:
         options = _options(schedule, policy, cap, overlap, vertical_sync, no_stash, memory, costs)
@@ -262,7 +268,8 @@ def _options(
     costs: dict[str, Any],
 ) -> dict[str, Any]:
     """The method's own options: those that were given; a method that lacks one refuses it."""
-    given: dict[str, Any] = {"policy": policy, "cap": cap, "memory": memory and _numbers("memory", memory)}
+    most = None if memory is None else _numbers("memory", memory)
+    given: dict[str, Any] = {"policy": policy, "cap": cap, "memory": most}
     given |= {"overlap": overlap or None, "vertical_sync": vertical_sync or None, "stash": False if no_stash else None}
     options = {option: value for option, value in given.items() if value is not None}
     return options | costs if name == "auto" else options
@@ -324,10 +331,19 @@ def _console() -> Any:
 
 def main() -> None:
     """Run a command; an error of penstock's own is one message and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a sign gets a question mark
     try:
         app()
     except PenstockError as error:
         typer.echo(f"penstock: {error}", err=True)
+        sys.exit(2)
+    except MemoryError as error:
+        typer.echo(f"penstock: expected a schedule that fits in memory, but got {error}; ask for less", err=True)
+        sys.exit(2)
+    except OSError as error:
+        typer.echo(f"penstock: expected an output that can be written, but got {error.strerror}; check it", err=True)
         sys.exit(2)
 
 

@@ -84,6 +84,8 @@ def test_timeline_json_keeps_times_and_memory():
         (lambda: Level("host", 1, 0.0), "positive bandwidths at level 'host'"),
         (lambda: Level("host", 1, float("nan")), "positive bandwidths"),
         (lambda: Level("host", 1, 1.0, -1.0), "latency of 0 or more seconds"),
+        (lambda: Device(speed=0), "positive memory and speed of device 'device'"),
+        (lambda: Device(memory=-1), "positive memory and speed"),
         (lambda: Cluster((Device(),), LEVELS), "6 devices, the product of the level sizes, but got 1"),
         (lambda: Layer("conv", -1.0, 0, 0), "forward of layer 'conv' to be 0 or more, but got -1.0"),
         (lambda: Layer("conv", 0, 0, 0, parameter_bytes=float("nan")), "parameter_bytes of layer 'conv'"),

@@ -93,3 +93,35 @@ def test_a_cycle_is_reported_by_check_with_who_waits_for_whom():
     assert [fault.kind for fault in report.faults] == ["deadlock", "deadlock"]
     assert "waits for rank 1" in report.faults[0].message
     assert "waits for rank 0" in report.faults[1].message
+
+
+def test_an_idle_replica_keeps_its_line():
+    built = schedule("pipedream", stages=1, replicas=2, batches=1)
+    assert from_csv(to_csv(built)) == built
+
+
+@pytest.mark.parametrize(
+    "dress", [lambda t: "\ufeff" + t, lambda t: t.replace("\n", "\r\n"), lambda t: t.replace(",", " , ")]
+)
+def test_marks_line_ends_and_spaces_of_other_editors_are_fine(dress):
+    built = schedule("1f1b", stages=2, microbatches=2)
+    assert from_csv(dress(to_csv(built))) == built
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# law: sync\n# law: stash\n0F0,0B0\n", "line 2: expected each key once, but got 'law'"),
+        ("# batches: 1,7\n0F0,0B0\n", "line 1: expected one number for 'batches'"),
+        ("# lowered: maybe\n0F0,0B0\n", "line 1: expected lowered to be no or yes, but got 'maybe'"),
+        ("# edges: 0-²\n0F0,0B0\n1F0,1B0\n", "line 1: expected edges like"),
+        ("0F3000000000,0B0\n", "line 1, cell 1: expected numbers below a billion"),
+        ("0F0@99999999999,0B0\n", "line 1, cell 1: expected numbers below a billion"),
+        ("100000000F0,0B0\n", "actions of every stage"),
+        ("# microbatches: 1000000000000\n0F0,0B0\n", "at most 2147483647 micro-batches"),
+        ("# placement: 0,1000000000\n0F0,0B0\n1F0,1B0\n", "a placement that uses every rank"),
+    ],
+)
+def test_odd_heads_and_huge_numbers_are_answered_at_once(text, said):
+    with pytest.raises(FormatError, match=said):
+        from_csv(text, "mine.csv")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock import InputError, check, from_torch_csv, schedule, to_torch_csv
+from penstock import FormatError, InputError, check, from_torch_csv, schedule, to_torch_csv
 from penstock.core.torch_text import is_torch_csv
 
 pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -65,3 +65,8 @@ def test_words_that_pytorchs_runtime_added_are_dropped():
 def test_what_pytorch_cannot_say_is_refused(name, arguments):
     with pytest.raises(InputError, match="synchronous schedule of one mini-batch"):
         to_torch_csv(schedule(name, stages=2, **arguments))
+
+
+def test_cells_keep_their_numbers_when_added_words_are_dropped():
+    with pytest.raises(FormatError, match="line 1, cell 4"):
+        from_torch_csv("0UNSHARD,0F0,0SEND_F0,0Q0\n")

@@ -263,5 +263,5 @@ def test_a_run_shorter_than_the_fill() -> None:
 
 
 def test_no_run_at_all_is_refused() -> None:
-    with pytest.raises(InputError, match="at least 1 mini-batch"):
+    with pytest.raises(InputError, match="batches to be a whole number of at least 1"):
         loop("pipedream", stages=2).unroll(0)

@@ -261,3 +261,87 @@ def test_a_measured_timeline_counts_from_its_own_first_start():
     assert later.makespan == line.makespan
     assert later.bubble == line.bubble
     assert later.idle.tolist() == line.idle.tolist()
+
+
+def test_updates_between_mini_batches_are_work_in_both_views():
+    line = simulate(schedule("pipedream", stages=1, batches=4), update=1.0)
+    assert line.idle.tolist() == [0.0]
+    assert line.idle_own.tolist() == [0.0]
+    line = simulate(schedule("gpipe", stages=1, microbatches=2, batches=3), update=1.0)
+    assert (line.idle.tolist(), line.idle_own.tolist()) == ([0.0], [0.0])
+
+
+def test_both_ends_of_a_shared_uplink_are_taken():
+    # Stages 0 and 1 are on different hosts and both send to host 2, which has one way in.
+    cluster = Cluster.uniform((Level("host", 1, 1e9), Level("network", 3, 1.0, shared=True)))
+    layers = four_stages().layers[:3]
+    built = schedule("gpipe", stages=3, microbatches=3, edges=[(0, 2), (1, 2)])
+    line = simulate(built, profile=Profile(layers, ((0, 2), (1, 2))), plan=placed(0, 1, 2, m=3), cluster=cluster)
+    sends = line.schedule.rows.op == Op.SEND_F
+    spans = sorted(zip(line.start[sends], line.end[sends], strict=True))
+    assert len(spans) == 6
+    assert all(b[0] >= a[1] - 1e-9 for a, b in pairwise(spans))
+
+
+def replicated(level_one, reduce_bandwidth=None):
+    """One stage of two layers on two replicas: on one host, or on two."""
+    layers = tuple(
+        Layer(str(i), 1, 1, 1, parameter_bytes=30.0, buffer_bytes=5.0, optimizer_bytes=60.0) for i in range(2)
+    )
+    levels = (Level("host", 2, 10.0, reduce_bandwidth=reduce_bandwidth), Level("network", 2, 2.0, latency=0.25))
+    plan = Plan((StagePlan(0, 1),), (0,), (((0,), (level_one,)),), "gpipe", 1)
+    built = schedule("gpipe", stages=1, microbatches=1, replicas=2)
+    return simulate(built, profile=Profile(layers), plan=plan, cluster=Cluster.uniform(levels))
+
+
+def test_a_plans_reduction_takes_the_rings_time_at_the_level_that_joins_the_replicas():
+    def seconds(line):
+        rows = line.schedule.rows.op == Op.REDUCE
+        return float((line.end - line.start)[rows].max())
+
+    assert seconds(replicated(1)) == pytest.approx(2 * 1 / 2 * 60 / 10)
+    assert seconds(replicated(1, reduce_bandwidth=20.0)) == pytest.approx(2 * 1 / 2 * 60 / 20)
+    assert seconds(replicated(2)) == pytest.approx(2 * 1 / 2 * 60 / 2 + 2 * 0.25)
+
+
+def test_memory_counts_buffers_and_optimizer_state():
+    memory = replicated(1).memory
+    assert memory.standing[Kind.WEIGHTS].tolist() == [70.0, 70.0]
+    assert memory.standing[Kind.OPTIMIZER].tolist() == [120.0, 120.0]
+
+
+def test_a_tensor_group_is_as_slow_as_its_slowest_device():
+    cluster = Cluster((Device(speed=2.0), Device(speed=0.5)), (Level("host", 2, 1e9),))
+    plan = Plan((StagePlan(0, 0),), (0,), (((0, 1),),), "naive", 1)
+    line = simulate(
+        schedule("naive", stages=1, microbatches=1),
+        profile=Profile(four_stages().layers[:1]),
+        plan=plan,
+        cluster=cluster,
+    )
+    assert line.work.tolist() == [6.0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "edges", "said"),
+    [
+        (placed(0, 1, 2, m=2), (), "as in the schedule"),
+        (placed(0, 7), (), r"devices 0 to 3 of the cluster, but got \[7\]"),
+    ],
+)
+def test_a_plan_that_does_not_fit_schedule_or_cluster_is_refused(plan, edges, said):
+    layers = four_stages().layers[: len(plan.stages)]
+    with pytest.raises(InputError, match=said):
+        simulate(
+            schedule("gpipe", stages=2, microbatches=2), profile=Profile(layers), plan=plan, cluster=two_hosts(False)
+        )
+
+
+def test_traffic_that_no_edge_carries_is_refused_and_not_lost():
+    profile = Profile(four_stages().layers[:3], ((0, 2), (1, 2)))
+    arguments = {"profile": profile, "plan": placed(0, 1, 2), "cluster": two_hosts(False)}
+    with pytest.raises(InputError, match=r"no edge for \[\(0, 2\)\]"):
+        simulate(schedule("gpipe", stages=3, microbatches=2), **arguments)
+    assert (
+        simulate(schedule("gpipe", stages=3, microbatches=2, edges=[(0, 1), (0, 2), (1, 2)]), **arguments).makespan > 0
+    )

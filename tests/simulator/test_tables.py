@@ -115,6 +115,24 @@ def test_dualpipe_v_overlapped(p, m, costs):
     assert sends(line) == 2 * 2 * (p - 1) * m
 
 
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+def test_the_formulas_hold_at_the_edges_of_their_domains(p, costs):
+    forward, input_grad, weight_grad = costs
+    h1 = timeline("zb-h1", p, p, costs)  # m = p
+    assert h1.idle.tolist() == exactly([(p - 1) * (forward + input_grad - weight_grad)] * p)
+    h2 = timeline("zb-h2", p, 2 * p - 1, costs)
+    assert h2.idle_own.max() == exactly((p - 1) * (forward + input_grad - 2 * weight_grad))
+    ring = timeline("interleaved", p, p, costs, chunks=2)  # m = p
+    assert ring.idle.tolist() == exactly([(p - 1) * sum(costs) / 2] * p)
+    for m in range(1, p):  # fewer micro-batches than ranks
+        few = timeline("1f1b", p, m, costs)
+        assert few.idle.tolist() == exactly([(p - 1) * sum(costs)] * p)
+        assert few.peak_activations.tolist() == exactly([min(m, p - r) for r in range(p)])
+    pairs = timeline("dualpipe-v", p, 2 * p, costs, overlap=True)
+    assert pairs.peak_activations.tolist() == exactly([(2 * p + 1) / 2] * p)
+
+
 TABLE = {
     (1.0, 1.0, 1.0): (21, 10.5, 5.25, 7, 7, 3.5, 3.5),
     (1.0, 1.1, 0.7): (19.6, 9.8, 4.9, 9.8, 7.0, 3.85, 4.9),

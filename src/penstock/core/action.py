@@ -97,6 +97,8 @@ class Action:
         match = _WORD.fullmatch(part)
         if match is None:
             raise FormatError(where, "a word like 0F3, 1B2, 2I0, 2W0, 0F3>1 or 0U@1", repr(word), "correct the word")
+        if any(len(digits) > 9 for digits in match.groupdict(default="").values()):
+            raise FormatError(where, "numbers below a billion", repr(word), "correct the word")
         stage, version = int(match["stage"]), int(match["version"] or 0)
         if match["own"]:
             return cls(_FROM_STAGE_LETTER[match["own"]], stage, version=version)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.core.cost import Costs, Numbers, flat_costs
+from penstock.core.cost import Costs, flat_costs
 from penstock.core.faults import Fault, FaultKind, Report
+from penstock.core.given import Numbers
 from penstock.core.laws.actions import action_faults
 from penstock.core.laws.capacity import capacity_faults
 from penstock.core.laws.evidence import Evidence
@@ -25,7 +26,7 @@ from penstock.core.laws.transfers import transfer_faults
 from penstock.core.laws.versions import version_faults
 from penstock.core.match import Match
 from penstock.core.schedule import Schedule
-from penstock.errors import ScheduleError
+from penstock.errors import InputError, ScheduleError
 
 # With an action or a transfer amiss, who waits for whom says nothing more.
 _BLINDING = (FaultKind.STRAY, FaultKind.MISSING, FaultKind.DOUBLED, FaultKind.PARTNER)
@@ -39,6 +40,8 @@ def check(
     costs: Costs | None = None,
 ) -> Report:
     """Report every fault. `memory` caps each slot's activations, in the unit of `costs` (default: one rank's A)."""
+    if transfers not in list(Transfers):
+        raise InputError("transfers to be buffered, in-order or blocking", repr(transfers), "choose one of them")
     evidence = Evidence.of(schedule)
     faults = _faults(evidence, Transfers(transfers))
     if memory is not None and not _blind(faults):

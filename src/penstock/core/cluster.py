@@ -22,6 +22,12 @@ class Device:
     memory: float = float("inf")
     speed: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not (self.memory > 0 and self.speed > 0 and isfinite(self.speed)):
+            raise InputError(
+                f"positive memory and speed of device {self.kind!r}", (self.memory, self.speed), "correct the device"
+            )
+
 
 @dataclass(frozen=True)
 class Level:

@@ -8,15 +8,15 @@ from itertools import pairwise
 
 import numpy as np
 
+from penstock.core import given
 from penstock.core.cluster import Cluster
+from penstock.core.given import Numbers
 from penstock.core.links import FloatArray, Links, cluster_links, pair_links, ring_seconds
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.schedule import BoolArray
 from penstock.core.shape import Shape
 from penstock.errors import InputError
-
-Numbers = float | Sequence[float] | FloatArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +57,11 @@ def shares(shape: Shape) -> FloatArray:
 
 def per_rank(shape: Shape, what: str, numbers: Numbers) -> FloatArray:
     """One number for every stage from one number, or one a rank, of which each of its chunks takes an equal part."""
-    values = np.atleast_1d(np.asarray(numbers, dtype=np.float64))
+    values = given.numbers(what, numbers)
     if values.shape not in ((1,), (shape.ranks,)):
         raise InputError(
             f"{what} to be one number or one for each of {shape.ranks} stages", values.tolist(), "give either"
         )
-    if not (np.isfinite(values).all() and (values >= 0).all()):
-        raise InputError(f"{what} to be finite and 0 or more", values.tolist(), f"correct {what}")
     chunks = np.bincount(shape.stage_rank)
     return (np.broadcast_to(values, (shape.ranks,)) / chunks)[shape.stage_rank]
 
@@ -74,17 +72,18 @@ def _per_boundary(shape: Shape, numbers: Numbers) -> FloatArray:
     With chunks, boundary p - 1 closes the ring from the last rank to the first. A tensor that skips ranks pays for the
     boundary it leaves by.
     """
-    values = np.atleast_1d(np.asarray(numbers, dtype=np.float64))
-    if values.shape not in ((1,), (shape.ranks,), (shape.ranks - 1,)):
+    values = given.numbers("transfer", numbers)
+    ends = [(shape.placement[a], shape.placement[b]) for a, b in shape.edges]
+    closed = shape.ranks > 2 and any(abs(a - b) == shape.ranks - 1 for a, b in ends)
+    fitting = ((1,), (shape.ranks,)) if closed else ((1,), (shape.ranks,), (shape.ranks - 1,))
+    if values.shape not in fitting:
+        why = ": the last joins the last rank and the first" if closed else ""
         raise InputError(
-            f"transfer to be one number or one for each of {shape.ranks} stages", values.tolist(), "give either"
+            f"transfer to be one number or one for each of {shape.ranks} stages{why}", values.tolist(), "give either"
         )
-    if not (np.isfinite(values).all() and (values >= 0).all()):
-        raise InputError("transfer to be finite and 0 or more", values.tolist(), "correct transfer")
     if values.shape == (1,):
         return np.full(len(shape.edges), values[0])
     ring = np.append(values, 0.0) if len(values) == shape.ranks - 1 else values
-    ends = [(shape.placement[a], shape.placement[b]) for a, b in shape.edges]
     return np.array([ring[min(a, b)] if abs(a - b) == 1 else ring[a] for a, b in ends])
 
 
@@ -104,9 +103,9 @@ def flat_costs(
 ) -> Costs:
     """Costs from a few numbers: those of a whole rank, activations in units of one rank's A."""
     for what, value in (("weight_grad_memory", weight_grad_memory), ("recompute_memory", recompute_memory)):
-        if not 0 <= value <= 1:
+        if not 0 <= given.numbers(what, value)[0] <= 1:
             raise InputError(f"{what} to be a fraction of A between 0 and 1", value, f"correct {what}")
-    if not 0 < overlap <= 1:
+    if not 0 < given.numbers("overlap", overlap)[0] <= 1:
         raise InputError("overlap to be above 0 and at most 1", overlap, "give F&B's seconds as a fraction of F + B")
     activations = per_rank(shape, "activations", 1.0)
     nothing = np.zeros(shape.stages)
@@ -116,7 +115,7 @@ def flat_costs(
         weight_grad=per_rank(shape, "weight_grad", weight_grad),
         update=per_rank(shape, "update", update),
         reduce=per_rank(shape, "reduce", reduce),
-        recompute=np.full(shape.stages, recompute),
+        recompute=np.full(shape.stages, given.truth("recompute", recompute)),
         slowdown=np.ones(shape.slots),
         links=pair_links(shape, _per_boundary(shape, transfer)),
         footprint=Footprint(
@@ -134,10 +133,27 @@ def plan_costs(shape: Shape, profile: Profile, plan: Plan, cluster: Cluster) -> 
             f"a plan of the profile's {len(profile.layers)} layers", plan.stages[-1].last + 1, "plan this profile"
         )
 
+    if (plan.placement, plan.replicas) != (shape.placement, shape.replicas):
+        raise InputError(
+            f"a plan of placement {shape.placement} with replicas {shape.replicas}, as in the schedule",
+            f"placement {plan.placement} with replicas {plan.replicas}",
+            "build the schedule from this plan",
+        )
+    strangers = [device for slot in plan.slots for device in slot if not 0 <= device < len(cluster.devices)]
+    if strangers:
+        raise InputError(f"devices 0 to {len(cluster.devices) - 1} of the cluster", strangers, "correct the plan")
+
     def total(name: str) -> FloatArray:
         return np.array([sum(getattr(layer, name) for layer in stage) for stage in layers], dtype=np.float64)
 
     crossing = profile.crossing(plan.cuts)
+    lost = sorted(set(crossing) - set(shape.edges))
+    if lost:
+        raise InputError(
+            "a schedule whose edges carry all that the profile sends between stages",
+            f"no edge for {lost}",
+            f"build it with edges={sorted(set(crossing) | set(shape.edges))}",
+        )
     sizes = np.array([crossing.get(edge, 0.0) for edge in shape.edges])
     incoming = np.array([sum(size for (_, b), size in crossing.items() if b == s) for s in range(shape.stages)])
     devices = [slot[0] for slot in plan.slots]

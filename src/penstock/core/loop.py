@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock.core.given import whole
 from penstock.core.schedule import Rows, Schedule
-from penstock.core.shape import Shape
-from penstock.errors import InputError
+from penstock.core.shape import MOST, Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +32,7 @@ class Loop:
 
     def unroll(self, batches: int) -> Schedule:
         """The plain list for a run of so many mini-batches."""
-        if batches < 1:
-            raise InputError("at least 1 mini-batch", batches, "give batches a positive number")
+        whole("batches", batches, most=MOST // self.shape.microbatches // self.shape.stages)
         shape = replace(self.shape, batches=batches)
         passes = -(-batches // self.period)
         slots = [self._run(slot, passes, shape.total) for slot in range(shape.slots)]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from penstock.errors import InputError
 
 IntArray = npt.NDArray[np.int32]
+MOST = 2**31 - 1  # what the columns of a schedule can count
 
 
 class Law(StrEnum):
@@ -64,7 +65,12 @@ class Shape:
         for what, value in (("microbatches", self.microbatches), ("batches", self.batches)):
             if value < 1:
                 raise InputError(f"{what} of at least 1", value, f"give {what} a positive number")
-        if not self.placement or set(self.placement) != set(range(max(self.placement) + 1)):
+        if self.microbatches * self.batches > MOST:
+            raise InputError(
+                f"at most {MOST} micro-batches in all mini-batches", self.microbatches * self.batches, "ask for fewer"
+            )
+        used = set(self.placement)
+        if not used or min(used) < 0 or max(used) + 1 != len(used):
             raise InputError(
                 "a placement that uses every rank from 0 up", list(self.placement), "give each rank at least one stage"
             )

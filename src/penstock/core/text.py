@@ -42,7 +42,10 @@ def to_csv(schedule: Schedule) -> str:
         head["edges"] = ",".join(f"{a}-{b}" for a, b in shape.edges)
     if schedule.lowered:
         head["lowered"] = "yes"
-    return "".join(f"# {key}: {value}\n" for key, value in head.items()) + f"{schedule}\n"
+    return "".join(f"# {key}: {value}\n" for key, value in head.items()) + "".join(
+        f"{','.join(words) or ','}\n"
+        for words in schedule.words()  # an idle slot keeps its line
+    )
 
 
 @dataclass
@@ -60,7 +63,8 @@ def from_csv(text: str, where: str = "schedule") -> Schedule:
     sheet = _read(text, where)
     if not any(sheet.slots):
         raise FormatError(where, "at least one line of actions", "none", "write one line a rank, like 0F0,0B0")
-    lowered = _value(sheet, "lowered", "no") == "yes" or any(a.op not in COMPUTE for slot in sheet.slots for a in slot)
+    lowered = _one_of(sheet, "lowered", ("no", "yes")) == "yes"
+    lowered = lowered or any(a.op not in COMPUTE for slot in sheet.slots for a in slot)
     shape = _shape(sheet)
     if len(sheet.slots) != shape.slots:
         raise FormatError(
@@ -78,6 +82,8 @@ def _read(text: str, where: str) -> _Sheet:
         line = line.strip().lstrip("\ufeff")
         if line.startswith("#"):
             key, colon, value = line[1:].partition(":")
+            if colon and key.strip() in sheet.head:
+                raise FormatError(f"{where}, line {number}", "each key once", repr(key.strip()), "drop one of the two")
             if colon and key.strip() in _KEYS:
                 sheet.head[key.strip()] = (value.strip(), number)
             elif colon and " " not in key.strip():
@@ -107,11 +113,27 @@ def _numbers(sheet: _Sheet, key: str) -> tuple[int, ...]:
         ) from None
 
 
+def _number(sheet: _Sheet, key: str, otherwise: int) -> int:
+    found = _numbers(sheet, key) or (otherwise,)
+    if len(found) > 1:
+        raise FormatError(f"{sheet.where}, line {sheet.head[key][1]}", f"one number for {key!r}", found, "keep one")
+    return found[0]
+
+
+def _one_of(sheet: _Sheet, key: str, choices: tuple[str, ...]) -> str:
+    text, line = sheet.head.get(key, (choices[0], 0))
+    if text not in choices:
+        raise FormatError(
+            f"{sheet.where}, line {line}", f"{key} to be {' or '.join(choices)}", repr(text), "choose one"
+        )
+    return text
+
+
 def _shape(sheet: _Sheet) -> Shape:
     replicas = _numbers(sheet, "replicas")
     total = max((_most_microbatch(a) for slot in sheet.slots for a in slot), default=0) + 1
-    batches = (_numbers(sheet, "batches") or (1,))[0]
-    microbatches = (_numbers(sheet, "microbatches") or (-(-total // max(batches, 1)),))[0]
+    batches = _number(sheet, "batches", 1)
+    microbatches = _number(sheet, "microbatches", -(-total // max(batches, 1)))
     edges = tuple(_edge(sheet, part) for part in _value(sheet, "edges", "").split(",") if part)
     try:
         return Shape(
@@ -158,7 +180,7 @@ def _law(sheet: _Sheet) -> Law:
 
 def _edge(sheet: _Sheet, part: str) -> tuple[int, int]:
     a, dash, b = part.strip().partition("-")
-    if not (dash and a.isdigit() and b.isdigit()):
+    if not (dash and a.isdecimal() and b.isdecimal()):
         line = sheet.head["edges"][1]
         raise FormatError(f"{sheet.where}, line {line}", "edges like 0-1,1-2", repr(part), "correct the edge")
     return int(a), int(b)
@@ -176,10 +198,10 @@ def _placement(sheet: _Sheet, replicas: tuple[int, ...]) -> tuple[int, ...]:
                     rank = rank_of_line[line] if line < len(rank_of_line) else line
                     votes[rank] = votes.get(rank, 0) + 1
     stages = max(found, default=0) + 1
-    missing = [stage for stage in range(stages) if stage not in found]
-    if missing:
+    missing = next((stage for stage in range(stages) if stage not in found), None)
+    if missing is not None:
         raise FormatError(
-            sheet.where, f"actions of every stage from 0 to {stages - 1}", f"none of stage {missing[0]}", "add them"
+            sheet.where, f"actions of every stage from 0 to {stages - 1}", f"none of stage {missing}", "add them"
         )
     # Most actions decide, so that one word on the wrong line is a fault that check points at.
     return tuple(max(found[stage], key=lambda rank, votes=found[stage]: votes[rank]) for stage in range(stages))  # type: ignore[misc]

@@ -83,13 +83,15 @@ class Timeline:
     @cached_property
     def idle_own(self) -> FloatArray:
         """Own view: between a slot's own first and last compute action."""
+        slots = self.schedule.slot_of_rows()
         busy = self._busy & (self.schedule.rows.op <= Op.FB)
-        slot = self.schedule.slot_of_rows()[busy]
+        slot = slots[busy]
         first = np.full(self.schedule.shape.slots, np.inf)
         last = np.full(self.schedule.shape.slots, -np.inf)
         np.minimum.at(first, slot, self.start[busy])
         np.maximum.at(last, slot, self.end[busy])
-        worked = self._per_slot(np.where(busy, self.end - self.start, 0.0))
+        between = self._busy & (self.end <= last[slots])  # updates between two mini-batches are work, not idleness
+        worked = self._per_slot(np.where(between, self.end - self.start, 0.0))
         return np.where(last >= first, last - first - worked, 0.0)
 
     @property

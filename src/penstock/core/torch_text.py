@@ -51,5 +51,5 @@ def from_torch_csv(text: str, where: str = "schedule") -> Schedule:
     lines = []
     for line in text.splitlines():
         cells = (_PAIR.sub(r"\1&\2", cell.strip()) for cell in line.split(","))
-        lines.append(",".join(cell for cell in cells if not _ADDED.fullmatch(cell)))
+        lines.append(",".join("" if _ADDED.fullmatch(cell) else cell for cell in cells))  # cells keep their numbers
     return from_csv("\n".join(lines), where)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.core.shape import Law, Shape, Sharing
-from penstock.errors import InputError
+from penstock.core.given import whole
+from penstock.core.shape import MOST, Law, Shape, Sharing
+
+MOST_STAGES = 2**20  # more than anyone has; a slip of the keyboard is answered at once
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,14 @@ class Ask:
 
     def __post_init__(self) -> None:
         for what in ("stages", "microbatches", "batches", "chunks"):
-            value = getattr(self, what)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{what} to be a whole number of at least 1", repr(value), f"change {what}")
+            whole(what, getattr(self, what))
+        whole("stages x chunks", self.stages * self.chunks, most=MOST_STAGES)
+        whole(
+            "stages x chunks x micro-batches", self.stages * self.chunks * self.microbatches * self.batches, most=MOST
+        )
+        for count in self.replicas:
+            whole("replicas", count, most=MOST_STAGES)
+        whole("slots", sum(self.replicas, start=1), most=MOST_STAGES)
 
     def shape(self, placement: tuple[int, ...], law: Law = Law.SYNC, sharing: Sharing = Sharing.SPLIT) -> Shape:
         return Shape(self.name, law, placement, self.microbatches, self.batches, self.replicas, sharing, self.edges)

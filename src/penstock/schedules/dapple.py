@@ -10,6 +10,7 @@ whose transfers take about as long as their compute. D (`cap`) is what memory al
 from __future__ import annotations
 
 from penstock.core.action import Op
+from penstock.core.given import whole
 from penstock.core.schedule import Schedule
 from penstock.errors import InputError
 from penstock.schedules.ask import Ask
@@ -22,8 +23,8 @@ def dapple(ask: Ask) -> Schedule:
     policy, cap = ask.options.get("policy", "pa"), ask.options.get("cap")
     if policy not in POLICIES:
         raise InputError("dapple's policy to be 'pa' or 'pb'", repr(policy), "choose one of the two")
-    if cap is not None and (not isinstance(cap, int) or cap < 1):
-        raise InputError("dapple's cap to be at least 1 live micro-batch", repr(cap), "raise cap or leave it out")
+    if cap is not None:
+        whole("dapple's cap", cap)
     ranks = []
     for i in range(ask.stages):
         first = ask.stages - i if policy == "pa" else 2 * (ask.stages - i) - 1

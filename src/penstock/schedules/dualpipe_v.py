@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.core.action import Op
+from penstock.core.given import truth
 from penstock.core.schedule import Schedule
 from penstock.errors import InputError
 from penstock.schedules.ask import Ask
@@ -24,7 +25,7 @@ def dualpipe_v(ask: Ask) -> Schedule:
     p, m = ask.stages, ask.microbatches
     if m < 2 * p:
         raise InputError(f"dualpipe-v's microbatches to be at least twice its {p} stages", m, f"use {2 * p} or more")
-    overlap = bool(ask.options.get("overlap", False))
+    overlap = truth("overlap", ask.options.get("overlap", False))
     return flush(ask.folded(), [_rank(p, m, r, overlap) for r in range(p)])
 
 

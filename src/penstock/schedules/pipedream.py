@@ -8,6 +8,7 @@ its stage and its backward the same version. `vertical_sync=True`: all stages us
 
 from __future__ import annotations
 
+from penstock.core.given import truth
 from penstock.core.loop import Loop
 from penstock.core.shape import IntArray, Law, Shape, Sharing
 from penstock.errors import InputError
@@ -16,7 +17,8 @@ from penstock.schedules.asynchronous import endless
 
 
 def pipedream(ask: Ask) -> Loop:
-    stash, vertical = bool(ask.options.get("stash", True)), bool(ask.options.get("vertical_sync", False))
+    stash = truth("stash", ask.options.get("stash", True))
+    vertical = truth("vertical_sync", ask.options.get("vertical_sync", False))
     if vertical and not stash:
         raise InputError(
             "weight stashing where vertical_sync is on", "vertical_sync=True with stash=False", "leave stash on"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
+from penstock.core.given import whole
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.errors import InputError
-from penstock.schedules.ask import Ask
+from penstock.schedules.ask import MOST_STAGES, Ask
 from penstock.schedules.auto.build import OPTIONS as AUTO_OPTIONS
 from penstock.schedules.auto.build import auto
 from penstock.schedules.dapple import dapple
@@ -144,6 +145,7 @@ def _build(
     options: dict[str, Any],
 ) -> Schedule | Loop:
     method = find(name)
+    whole("stages", stages, most=MOST_STAGES)
     if microbatches is None:
         microbatches = method.microbatches
     if microbatches is None:
@@ -152,34 +154,36 @@ def _build(
     if unknown:
         known = ", ".join(sorted(method.options)) or "none"
         raise InputError(f"options that {name} has ({known})", ", ".join(unknown), "leave the others out")
-    counts = (replicas,) * stages if isinstance(replicas, int) else tuple(replicas)
     ask = Ask(
         name,
         stages,
         microbatches,
         1 if batches is None else batches,
         _chunks(method, chunks),
-        counts if stages >= 1 else (),
-        tuple(edges),
-        options,
+        edges=tuple(edges),
+        options=options,
     )
-    return method.build(ask)
+    if isinstance(replicas, (list, tuple)):
+        counts = tuple(whole("replicas", count) for count in replicas)
+    else:
+        counts = (whole("replicas", replicas),) * stages
+    return method.build(replace(ask, replicas=counts))
 
 
 def find(name: str) -> Method:
     """The method of that name; a wrong name is answered with the nearest right ones."""
-    if name in METHODS:
+    if isinstance(name, str) and name in METHODS:
         return METHODS[name]
-    near = get_close_matches(name, METHODS, n=2)
+    near = get_close_matches(str(name), METHODS, n=2)
     advice = f"try {' or '.join(near)}; all are" if near else "choose one of"
     raise InputError("the name of a method", repr(name), f"{advice} {', '.join(METHODS)}")
 
 
 def _chunks(method: Method, asked: int | None) -> int:
     fewest, most = method.chunks
-    chunks = asked if asked is not None else method.usual_chunks or fewest
+    chunks = whole("chunks", asked, least=0) if asked is not None else method.usual_chunks or fewest
     if not fewest <= chunks <= most:
-        rule = f"exactly {fewest}" if fewest == most else f"at least {fewest}"
+        rule = f"exactly {fewest}" if fewest == most else f"{fewest} to {most}"
         raise InputError(f"{rule} chunk(s) a rank for {method.name}", chunks, "change chunks or the method")
     return chunks
 

@@ -3,7 +3,7 @@
 Chunk 0 runs down the ranks, chunk 1 up again, so the last stage sits on rank 0 and its first backward starts early.
 For m < 2p-1 the schedule of 2p-1 micro-batches is built and the surplus dropped. Rank 1 of 2, m = 3:
 
-    0: 1F0 | 2F0 1F1 | 2F1 2I0 2W0 | 1F2 1I0 1W0 2F2 2I1 2W1 | 1I1 2I2 | 1I2 1W1 | 2W2 1W2
+    1F0 | 2F0 1F1 | 2F1 2I0 2W0 | 1F2 1I0 1W0 2F2 2I1 2W1 | 1I1 2I2 | 1I2 1W1 | 2W2 1W2
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from penstock.core.cost import Costs, Numbers
+from penstock.core.cost import Costs
 from penstock.core.faults import Fault, FaultKind
+from penstock.core.given import Numbers
 from penstock.core.laws.evidence import Evidence
 from penstock.core.memory import activation_changes, levels
 from penstock.errors import InputError

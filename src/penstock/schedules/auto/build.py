@@ -1,7 +1,8 @@
 """`auto`: a synchronous schedule for the costs and the memory at hand, found by search (after Qi et al. 2023).
 
 Every backward is split into input gradient I and weight gradient W. The result is never slower than the named methods
-of the same placement that fit the same memory, because they are among the candidates.
+of the same placement that fit the same memory, because they are among the candidates (run without overlapping F and B:
+where costs say that F&B takes less than F + B, `dualpipe-v` with overlap may be faster).
 
     p = 2, m = 3, equal costs, memory 2         0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
                                                 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2

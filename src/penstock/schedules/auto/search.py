@@ -73,7 +73,7 @@ def search(instance: Instance, candidates: Iterable[Order], effort: int, seed: i
         pool.time(order)
     pool.left = effort
     random = Random(seed)
-    if instance.squeezed:
+    if instance.squeezed and instance.busiest > 0:
         _try_periods(pool, random, until=effort * 19 // 20)
     _try_policies(pool, until=effort // 2)
     _vary_policies(pool, random, until=effort * 2 // 5)
