@@ -196,8 +196,14 @@ def simulate(
 
     costs = _costs(forward, input_grad, weight_grad, transfer, weight_grad_memory)
     if schedule.endswith(".csv"):
-        asked: dict[str, Any] = {"--stages": stages, "--microbatches": microbatches, "--batches": batches, "--chunks": chunks}
-        asked |= {"--policy": policy, "--cap": cap, "--overlap": overlap, "--vertical-sync": vertical_sync}
+        asked: dict[str, Any] = {"--stages": stages, "--microbatches": microbatches, "--batches": batches}
+        asked |= {
+            "--chunks": chunks,
+            "--policy": policy,
+            "--cap": cap,
+            "--overlap": overlap,
+            "--vertical-sync": vertical_sync,
+        }
         asked |= {"--no-stash": no_stash, "--memory": memory, "--replicas": replicas != "1"}
         given = [flag for flag, value in asked.items() if value]
         if given:

@@ -72,7 +72,8 @@ def _occupy(free: FloatArray, leave: int, enter: int, t: float, seconds: float) 
     """Take a transfer's links as soon as they are free; returns when that is."""
     if seconds <= 0:
         return t
-    begin: float = max(t, free[leave], free[enter])  # enter is -1 where only one link is taken: the spare entry, always 0
+    # `enter` is -1 where only one link is taken: that is the spare entry, which stays 0.
+    begin: float = max(t, free[leave], free[enter])
     free[leave] = begin + seconds
     if enter >= 0:
         free[enter] = begin + seconds
