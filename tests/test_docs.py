@@ -53,10 +53,8 @@ def test_commands_run(command, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("body", blocks(""))
+@pytest.mark.parametrize("body", [block for block in blocks("") if re.search(r"^0F0,", block.values[0], re.MULTILINE)])
 def test_sample_schedules_are_sound(body):
-    if not re.search(r"^0F0,", body, re.MULTILINE):
-        pytest.skip("not a schedule")
     assert check(from_csv(body)).ok
 
 
