@@ -1,1 +1,32 @@
-"""Puts this folder on the path, so that tests can share `symbolic`, `published` and `mutate`."""
+"""Shared by all tests: helpers on the path, and the device that models are tested on.
+
+`pytest --device cuda tests/model tests/engine tests/app` runs the tests of models on a GPU; they are then marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOMS = ("model", "engine", "app")
+sys.path.insert(0, str(Path(__file__).parent))  # tests share `symbolic`, `published`, `mutate`, ...
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where the tests of models run: cpu or cuda")
+
+
+def pytest_configure(config):
+    if config.getoption("--device") != "cpu":
+        import torch
+
+        torch.set_default_device(config.getoption("--device"))
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") != "cpu":
+        for item in items:
+            if item.path.parent.name in ROOMS:
+                item.add_marker(pytest.mark.gpu)

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.app.pipeline import Pipeline, Step
     from penstock.core.action import Action, Op
     from penstock.core.check import check
     from penstock.core.cluster import Cluster, Device, Level
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.core.text import from_csv, to_csv
     from penstock.core.timeline import Timeline
     from penstock.core.torch_text import from_torch_csv, to_torch_csv
-    from penstock.errors import FormatError, InputError, PenstockError, ScheduleError
+    from penstock.errors import FormatError, InputError, PenstockError, ScheduleError, SplitError
     from penstock.schedules.registry import loop, schedule
     from penstock.simulator.breakdown import Breakdown, breakdown
     from penstock.simulator.simulate import simulate
@@ -49,12 +50,15 @@ _HOME = {
     "Loop": "core.loop",
     "Op": "core.action",
     "PenstockError": "errors",
+    "Pipeline": "app.pipeline",
     "Plan": "core.plan",
     "Profile": "core.profile",
     "Report": "core.faults",
     "Schedule": "core.schedule",
     "ScheduleError": "errors",
+    "SplitError": "errors",
     "StagePlan": "core.plan",
+    "Step": "app.pipeline",
     "Timeline": "core.timeline",
     "breakdown": "simulator.breakdown",
     "check": "core.check",
@@ -82,12 +86,15 @@ __all__ = [
     "Loop",
     "Op",
     "PenstockError",
+    "Pipeline",
     "Plan",
     "Profile",
     "Report",
     "Schedule",
     "ScheduleError",
+    "SplitError",
     "StagePlan",
+    "Step",
     "Timeline",
     "breakdown",
     "check",

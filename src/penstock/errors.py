@@ -2,7 +2,8 @@
 
 PenstockError
 ├── InputError          a value that cannot be used: what was expected, what came, what to do
-│   └── FormatError     a file or text that cannot be read, with the place in it
+│   ├── FormatError     a file or text that cannot be read, with the place in it
+│   └── SplitError      a model that cannot be split as asked, with the line of its code
 └── ScheduleError       a schedule that breaks a law; carries every fault found
 
 A message always says what was expected, what came, and what to do next. The command line prints the message alone
@@ -31,6 +32,10 @@ class FormatError(InputError):
         super().__init__(expected, came, do)
         self.where = where
         self.args = (f"{where}: {self.args[0]}",)
+
+
+class SplitError(InputError):
+    """A model that cannot be split as asked."""
 
 
 class ScheduleError(PenstockError):

@@ -1,0 +1,189 @@
+"""Updates: one optimizer a stage, over gradients that were divided by their weight, clipped and checked together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from penstock.errors import InputError
+from penstock.model.loss import Total
+
+GROW_AFTER = 2000  # updates without an overflow after which the fp16 scale doubles, as torch's own scaler does
+
+
+Gradients = dict[nn.Parameter, torch.Tensor]
+
+
+class Update(NamedTuple):
+    """What became of a step's gradients."""
+
+    updated: bool
+    norm: float | None = None  # of all gradients together, before clipping; None where nobody asked
+
+
+class Optimizers:
+    """The optimizers of all stages, and what must be agreed between them before any of them steps.
+
+    A step's gradients are gathered apart from what `.grad` held before: that is nobody's to divide, and it must be
+    there again if the step fails.
+    """
+
+    def __init__(
+        self,
+        owned: list[dict[str, nn.Parameter]],
+        make: Callable[..., torch.optim.Optimizer] | None,
+        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+        clip: float | None,
+        accumulate: int,
+        fp16: bool,
+        turn: Callable[[int], None] = lambda stage: None,
+    ) -> None:
+        if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
+            raise InputError("clip to be a positive norm", clip, "correct clip or leave it out")
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise InputError("accumulate to be at least 1 step", accumulate, "correct accumulate")
+        self.owned = [list(stage.values()) for stage in owned]
+        self.parameters = [parameter for stage in self.owned for parameter in stage]
+        self.optimizers = {at: _made(make, stage) for at, stage in enumerate(owned) if stage} if make else {}
+        self.schedulers = (
+            [make_scheduler(optimizer) for optimizer in self.optimizers.values()] if make_scheduler else []
+        )
+        self.clip, self.accumulate, self.fp16, self.turn = clip, accumulate, fp16, turn
+        self.scale = 2.0**16 if fp16 else 1.0
+        self.good = 0  # updates since the scale changed
+        self.fresh: Gradients = {}
+        self.sums: Gradients = {}  # not yet divided
+        self.weight, self.steps, self.unit = 0.0, 0, 1.0
+
+    def root(self, rows: int) -> float:
+        """What a loss's gradient starts from: about that of the mean, lest a sum over many rows overflow in fp16."""
+        if self.steps == 0:
+            self.unit = float(rows)
+        return self.scale / self.unit
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Around a step's backwards: afterwards their gradients are apart, and `.grad` is as before."""
+        before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        try:
+            yield
+            self.fresh = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+        finally:
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                _give(parameter, gradient)
+
+    def finish(self, found: Total) -> Update:
+        """Take in one step's gradients and, when enough have come, update."""
+        for parameter, gradient in self.fresh.items():
+            known = self.sums.get(parameter)
+            self.sums[parameter] = gradient if known is None else known.add_(gradient)
+        self.fresh = {}
+        self.weight += found.weight
+        self.steps += 1
+        if self.steps < self.accumulate:
+            return Update(False)
+        gradients = self._divided()
+        if not self.optimizers:
+            for parameter, gradient in gradients.items():
+                _give(parameter, gradient)
+            return Update(False)
+        norm = self._norm(gradients)
+        updated = self._agreed(norm)
+        if updated:
+            self._update(gradients, found.mean)
+        for parameter in self.parameters:
+            parameter.grad = None
+        return Update(updated, norm)
+
+    def _divided(self) -> Gradients:
+        """The sums divided by their weight, and added to what `.grad` holds."""
+        gradients, rest = self.sums, self.weight * self.scale / self.unit
+        self.sums, self.weight, self.steps = {}, 0.0, 0
+        if gradients and rest != 1:
+            torch._foreach_div_(list(gradients.values()), rest)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                known = gradients.get(parameter)
+                before = parameter.grad
+                gradients[parameter] = before if known is None else known.add_(before.to(known.device))
+        return gradients
+
+    def _norm(self, gradients: Gradients) -> float | None:
+        """The global norm, and clipping by it as torch does; None where nobody asks."""
+        if self.clip is None and not self.fp16:
+            return None
+        every = list(gradients.values())
+        norm = torch.nn.utils.get_total_norm(every)
+        if self.clip is not None and bool(norm.isfinite()):
+            torch._foreach_mul_(every, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
+        return float(norm)
+
+    def _agreed(self, norm: float | None) -> bool:
+        """Whether the gradients of all stages are finite; under fp16 the scale adapts to the answer."""
+        if norm is None or isfinite(norm):
+            self.good += 1
+            if self.fp16 and self.good % GROW_AFTER == 0:
+                self.scale *= 2
+            return True
+        if self.fp16:
+            self.scale, self.good = self.scale / 2, 0
+            return False
+        raise InputError("finite gradients", norm, "lower the learning rate, or look at the batch that gave them")
+
+    def _update(self, gradients: Gradients, loss: float) -> None:
+        for stage, optimizer in self.optimizers.items():
+            self.turn(stage)
+            for parameter in self.owned[stage]:
+                parameter.grad = gradients.get(parameter)
+            optimizer.step()
+            for parameter in self.owned[stage]:
+                parameter.grad = None
+        for scheduler in self.schedulers:
+            scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+
+
+def _give(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Set `.grad`; weights that wait in host memory have theirs there."""
+    parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+
+def _made(make: Callable[..., torch.optim.Optimizer], owned: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The user's optimizer over one stage: called with tensors, or with names and tensors where it takes two."""
+    optimizer = make(list(owned), list(owned.values())) if _takes_two(make) else make(list(owned.values()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            "optimizer= to make an optimizer",
+            type(optimizer).__name__,
+            "give a function: optimizer=lambda params: AdamW(params)",
+        )
+    mine = {id(parameter) for parameter in owned.values()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
+    if foreign:
+        raise InputError(
+            "an optimizer over the parameters it was given",
+            f"{len(foreign)} that are not the stage's",
+            "build it from the argument: optimizer=lambda params: AdamW(params)",
+        )
+    return optimizer
+
+
+def _takes_two(make: Callable[..., Any]) -> bool:
+    if not callable(make):
+        raise InputError(
+            "optimizer= to be a function", type(make).__name__, "give optimizer=lambda params: AdamW(params)"
+        )
+    try:
+        wanted = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in wanted) == 2

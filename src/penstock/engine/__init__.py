@@ -1,0 +1,1 @@
+"""Schedule × Stages → trained weights: the same actions, run for real."""

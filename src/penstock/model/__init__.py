@@ -1,0 +1,1 @@
+"""The user's model as stages that run forward, backward, or input and weight gradient apart."""

@@ -1,0 +1,206 @@
+"""Where to cut: at calls of submodules, whole blocks, balanced by counted operations, few bytes crossing."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import SplitError
+from penstock.model.allowed import refusal
+from penstock.model.record import trace
+from penstock.model.trace import Event, Trace
+from penstock.model.walk import Layout
+
+SLACK = 1.02  # a partition this close to the best balance may be taken for fewer bytes
+_TORCHS_OWN = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)  # that may be opened
+
+
+def open_for(model: nn.Module, cuts: list[str]) -> frozenset[str]:
+    """The modules whose own code is run by every stage, for cuts at the modules named."""
+    known = dict(model.named_modules(remove_duplicate=False))
+    for name in cuts:
+        if name not in known or not name:
+            near = get_close_matches(name, known, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else "name submodules as named_modules() does"
+            raise SplitError("cuts to name submodules of the model", repr(name), hint)
+        for inner in cuts:
+            if inner.startswith(f"{name}."):
+                raise SplitError(
+                    "cuts at modules that stay whole",
+                    f"{name!r}, through which another cut goes ({inner!r})",
+                    f"name the first module that {name!r} calls in its place",
+                )
+    opened = {name.rsplit(".", depth)[0] for name in cuts for depth in range(1, name.count(".") + 1)}
+    return frozenset({"", *opened})
+
+
+def open_enough(model: nn.Module, pieces: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Layout, Trace]:
+    """Open modules from the root down until there are blocks enough to balance; blocks themselves stay whole."""
+    opened = frozenset({""})
+    closed: frozenset[str] = frozenset()  # whose own code cannot be run by several stages
+    layout = Layout(model, opened)
+    seen = trace(layout, args, kwargs)
+    while True:
+        further = _to_open(model, seen, pieces, closed)
+        if not further:
+            return layout, seen
+        try:
+            wider = Layout(model, opened | further)
+            seen, layout, opened = trace(wider, args, kwargs), wider, opened | further
+        except SplitError:
+            guilty = frozenset(name for name in further if not _opens(model, opened | {name}, args, kwargs))
+            closed |= guilty or further
+
+
+def _opens(model: nn.Module, opened: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        trace(Layout(model, opened), args, kwargs)
+    except SplitError:
+        return False
+    return True
+
+
+def _to_open(model: nn.Module, seen: Trace, pieces: int, closed: frozenset[str]) -> frozenset[str]:
+    load = weights(model, seen)
+    atoms = [(event, weight) for event, weight in zip(seen.events, load, strict=True) if _is_part(event)]
+    total = sum(load) or 1.0
+    kinds = [type(model.get_submodule(event.name)) for event, _ in atoms]
+    names = [event.name for event, _ in atoms]
+    may = [
+        (event.name, kind, weight)
+        for (event, weight), kind in zip(atoms, kinds, strict=True)
+        if event.name not in closed and names.count(event.name) == 1 and _openable(model.get_submodule(event.name))
+    ]
+    heavy = [name for name, kind, weight in may if kinds.count(kind) == 1 and weight > total / pieces / 2]
+    if heavy:
+        return frozenset(heavy)
+    weighty = sum(weight > total / pieces / 20 for _, weight in atoms)
+    if weighty >= pieces or not may:
+        return frozenset()
+    most = max(weight for _, _, weight in may)
+    return frozenset(name for name, _, weight in may if weight >= most / 2)
+
+
+def _is_part(event: Event) -> bool:
+    return event.atom and not event.name.startswith("(")
+
+
+def _openable(module: nn.Module) -> bool:
+    """A module whose forward calls others of its own; torch's own attention and recurrent layers are one piece."""
+    torchs = type(module).__module__.startswith(("torch.nn.modules", "torch._dynamo", "torch.jit", "torch.nn.utils"))
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    whole = compiled or (torchs and not isinstance(module, _TORCHS_OWN))
+    return not whole and not hooks_of(module) and any(True for _ in module.children())
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """Names of the hooks on a module itself: an open module's would run on every stage."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [getattr(hook, "__qualname__", repr(hook)) for kind in kinds for hook in getattr(module, kind, {}).values()]
+
+
+def weights(model: nn.Module, seen: Trace) -> list[float]:
+    """Operations of every event: counted ones (or two a parameter, where none are), and one for each byte it makes."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+    def weigh(event: Event) -> float:
+        if event.free:
+            return 0.0
+        size = sum(sizes[name] for name in event.parameters) if event.atom else 0
+        return (event.flops or 2.0 * size) + sum(seen.values[v].bytes for v in event.makes)
+
+    return [weigh(event) for event in seen.events]
+
+
+def starts_of(seen: Trace, cuts: list[tuple[str, int]]) -> tuple[int, ...]:
+    """The event at which each stage begins, for cuts at the n-th calls of modules."""
+    starts = [0]
+    for name, nth in cuts:
+        calls = [at for at, event in enumerate(seen.events) if event.atom and event.name == name]
+        if len(calls) <= nth:
+            raise SplitError(
+                "cuts at modules that the forward calls", repr(name), "name a module that is called itself"
+            )
+        if calls[nth] <= starts[-1]:
+            raise SplitError(
+                "cuts in the order of the forward, each stage with something to run",
+                ", ".join(name for name, _ in cuts),
+                "order them as the model calls them, and start after its first module",
+            )
+        starts.append(calls[nth])
+    if not any(event.atom or event.parameters for event in seen.events[: starts[1] if cuts else None]):
+        raise SplitError("a first stage with something to run", repr(cuts[0][0] if cuts else ""), "start it later")
+    return tuple(starts)
+
+
+def balanced(model: nn.Module, seen: Trace, pieces: int) -> list[tuple[str, int]]:
+    """The cuts with the lightest heaviest stage and, within a little slack, the fewest bytes crossing."""
+    load = weights(model, seen)
+    begin = next((at + 1 for at, event in enumerate(seen.events) if event.atom and load[at]), len(load))
+    candidates = [at for at, event in enumerate(seen.events) if _is_part(event) and at >= begin]
+    reasons = [(at, refusal(seen, at)) for at in candidates]
+    places = [at for at, reason in reasons if reason is None]
+    if len(places) < pieces - 1:
+        for _, reason in reasons:
+            if reason is not None and len(candidates) >= pieces - 1:
+                raise reason
+        raise SplitError(
+            f"at most {len(places) + 1} stages for this model's layers", pieces, "use fewer stages or chunks"
+        )
+    chosen = _partition(places, load, crossing_bytes(seen), pieces)
+    calls: dict[str, int] = {}
+    named = []
+    for at, event in enumerate(seen.events):
+        if at in chosen:
+            named.append((event.name, calls.get(event.name, 0)))
+        if event.atom:
+            calls[event.name] = calls.get(event.name, 0) + 1
+    return named
+
+
+def _partition(places: list[int], load: list[float], crossing: list[int], pieces: int) -> set[int]:
+    sums = [0.0]
+    for weight in load:
+        sums.append(sums[-1] + weight)
+
+    def between(a: int, b: int) -> float:
+        return sums[b] - sums[a]
+
+    @cache
+    def lightest(begin: int, left: int) -> float:
+        if left == 1:
+            return between(begin, len(load))
+        later = [p for p in places if p > begin]
+        return min(
+            (max(between(begin, p), lightest(p, left - 1)) for p in later[: len(later) - left + 2]),
+            default=float("inf"),
+        )
+
+    limit = lightest(0, pieces) * SLACK
+
+    @cache
+    def fewest(begin: int, left: int) -> tuple[float, tuple[int, ...]]:
+        if left == 1:
+            return (0.0, ()) if between(begin, len(load)) <= limit else (float("inf"), ())
+        best: tuple[float, tuple[int, ...]] = (float("inf"), ())
+        for place in places:
+            if place <= begin or between(begin, place) > limit:
+                continue
+            rest = fewest(place, left - 1)
+            best = min(best, (crossing[place] + rest[0], (place, *rest[1])))
+        return best
+
+    return set(fewest(0, pieces)[1])
+
+
+def crossing_bytes(seen: Trace) -> list[int]:
+    """Bytes that a cut before each event would send."""
+    sent = [0] * (len(seen.events) + 1)
+    for value in seen.values:
+        if value.made_by >= 0 and not value.free:
+            for at in range(value.made_by + 1, max(value.read_by, default=-1) + 1):
+                sent[at] += value.bytes
+    return sent

@@ -1,0 +1,80 @@
+"""What a loss says: a mean over rows, or a sum and its weight. Both become a sum and a weight, so that parts add up."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.errors import InputError
+
+
+class Loss(NamedTuple):
+    """The loss of one micro-batch: `total` carries the graph, `weight` is what it is divided by in the end."""
+
+    total: torch.Tensor
+    weight: float | torch.Tensor
+
+
+def read_loss(value: Any, rows: int) -> Loss:
+    """Understand what the user's loss returned for a micro-batch of so many rows."""
+    if isinstance(value, (tuple, list)):
+        if len(value) != 2:
+            raise InputError("a loss to be a mean, or (sum, weight)", f"{len(value)} values", "return one or two")
+        total, weight = value
+        return Loss(_scalar(total, "the sum of (sum, weight)"), _weight(weight))
+    return Loss(_scalar(value, "a loss") * rows, float(rows))
+
+
+class Total(NamedTuple):
+    """Sum and weight of a whole batch."""
+
+    total: float
+    weight: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.weight
+
+    def require_usable(self) -> None:
+        """Refuse what no gradient can be divided by, or can come from."""
+        if not (self.weight > 0 and isfinite(self.weight)):
+            raise InputError("a batch whose loss has a positive weight", self.weight, "skip batches without targets")
+        if not isfinite(self.total):
+            raise InputError(
+                "a finite loss",
+                self.total,
+                "look at the batch that gave it, lower the learning rate, or return (sum, weight) where a micro-batch "
+                "may have nothing to average",
+            )
+
+
+def total_of(losses: list[Loss]) -> Total:
+    return Total(sum(float(loss.total) for loss in losses), sum(float(loss.weight) for loss in losses))
+
+
+def _scalar(value: Any, what: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"{what} to be a tensor", type(value).__name__, "return the loss tensor itself")
+    if value.numel() != 1:
+        raise InputError(
+            f"{what} to be a scalar", f"shape {tuple(value.shape)}", "reduce it: .mean(), or (sum, weight)"
+        )
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise InputError(
+            f"{what} that depends on parameters which require grad",
+            "one that does not",
+            "check that the model's output is used and not detached, and that parameters are not all frozen",
+        )
+    # Times the rows, and for fp16 times a scale, a half would overflow.
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _weight(weight: Any) -> float | torch.Tensor:
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        return weight.detach()
+    if isinstance(weight, (int, float)) and not isinstance(weight, bool):
+        return float(weight)
+    came = f"shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
+    raise InputError("the weight of (sum, weight) to be a number", came, "return how many rows or tokens were summed")

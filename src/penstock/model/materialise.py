@@ -1,0 +1,135 @@
+"""Models too big to be built whole: made without their weights, and given those of one stage at a time.
+
+    with penstock.weightless():
+        model = Model(config)               # parameters take no memory; buffers are real
+
+A model like that can be traced and split; a rank then materialises the stages it runs, from a state dict, a file or the
+layers' own initialisation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import SplitError
+from penstock.model import tree
+
+Load = Callable[[str], torch.Tensor]  # the weights of a parameter, by its name in the model
+
+
+@contextlib.contextmanager
+def weightless() -> Iterator[None]:
+    """Every parameter that is registered in here loses its memory at once; buffers keep theirs.
+
+    A model built wholly on the meta device would have lost what its layers compute for themselves and keep in no state
+    dict, such as the frequencies of rotary embeddings.
+    """
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
+    try:
+        with _no_initialisation():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _no_initialisation() -> Iterator[None]:
+    """Layers fill their weights after registering them; on weights without memory that is only time."""
+    names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
+    kept = {name: getattr(nn.init, name) for name in names}
+
+    def unless_meta(fill: Callable[..., Any]) -> Callable[..., Any]:
+        def filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return tensor if tensor.is_meta else fill(tensor, *args, **kwargs)
+
+        return filled
+
+    for name, fill in kept.items():
+        setattr(nn.init, name, unless_meta(fill))
+    try:
+        yield
+    finally:
+        for name, fill in kept.items():
+            setattr(nn.init, name, fill)
+
+
+def is_weightless(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def traceable(model: nn.Module, inputs: Any) -> Iterator[Any]:
+    """Inputs to trace a model with: these, or for a weightless model empty ones, its buffers being empty meanwhile."""
+    if not is_weightless(model):
+        yield inputs
+        return
+    buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    weights = [
+        (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None and not p.is_meta
+    ]
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer.to("meta")
+    for module, name, weight in weights:
+        module._parameters[name] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+    try:
+        yield tree.replace(inputs, lambda tensor: tensor.to("meta"))
+    finally:
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+        for module, name, weight in weights:
+            module._parameters[name] = weight
+
+
+def materialise(
+    model: nn.Module, names: Iterable[str], device: torch.device | str = "cpu", load: Load | None = None
+) -> None:
+    """Give memory and values to the parameters named, under every name they have.
+
+    Values come from `load`, or else from `reset_parameters` of the layers they belong to.
+    """
+    wanted = set(names)
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    fresh: dict[str, nn.Parameter] = {}
+    for same in aliases.values():
+        if wanted.intersection(same) and model.get_parameter(same[0]).is_meta:
+            old = model.get_parameter(same[0])
+            new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+            for name in same:
+                owner, _, leaf = name.rpartition(".")
+                model.get_submodule(owner)._parameters[leaf] = new
+            fresh[same[0]] = new
+    if load is not None:
+        with torch.no_grad():
+            for name, parameter in fresh.items():
+                parameter.copy_(load(name))
+        return
+    _initialise(model, set(fresh))
+
+
+def _initialise(model: nn.Module, names: set[str]) -> None:
+    """Let each layer that owns a fresh parameter fill all it has, as it does when it is built."""
+    for owner in sorted({name.rpartition(".")[0] for name in names}):
+        module = model.get_submodule(owner)
+        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        missing = [name for name, p in module.named_parameters(recurse=False) if p.is_meta]
+        if reset is None or missing:
+            raise SplitError(
+                f"{owner or 'the model'} to have reset_parameters() for its own parameters",
+                f"{type(module).__name__} without" if reset is None else f"{missing} still without memory",
+                "give load=, a function from a parameter's name to its values",
+            )
+        reset()

@@ -1,0 +1,102 @@
+"""Host memory for what a device has no room for: activations between forward and backward, weights of waiting stages.
+
+Weights wait in pinned memory with `.data` pointing there. What autograd saves of them is kept as a recipe, not as a
+tensor: else the first forward's copy would stay on the device until its backward. Where the device is the host itself,
+nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Flag
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.errors import InputError
+
+
+class Offload(Flag):
+    NOTHING = 0
+    ACTIVATIONS = 1
+    WEIGHTS = 2
+    ALL = 3
+
+    @classmethod
+    def read(cls, asked: bool | str) -> Offload:
+        named: dict[bool | str, Offload] = {False: cls.NOTHING, True: cls.ACTIVATIONS}
+        named |= {"activations": cls.ACTIVATIONS, "weights": cls.WEIGHTS, "all": cls.ALL}
+        if asked not in named:
+            raise InputError("offload to be True, False, activations, weights or all", repr(asked), "choose one")
+        return named[asked]
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, pinned so that the way back is fast."""
+    kept = torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+    )
+    return kept.copy_(tensor)
+
+
+def saving(what: Offload, parameters: Iterable[nn.Parameter]) -> saved_tensors_hooks:
+    """A context for a forward: what autograd saves in it goes where `what` says."""
+    owners = {p.untyped_storage().data_ptr(): p for p in parameters if p.numel()}
+
+    def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        owner = owners.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if owner is not None and owner.dtype is tensor.dtype and _within(tensor, owner):
+            offset = tensor.storage_offset() - owner.storage_offset()
+            size, stride = tensor.size(), tensor.stride()
+            return lambda: owner.detach().as_strided(size, stride, owner.storage_offset() + offset)
+        if Offload.ACTIVATIONS in what:
+            kept, device = to_host(tensor), tensor.device
+            return lambda: kept.to(device, non_blocking=True)
+        return lambda: tensor
+
+    def unpack(recipe: Any) -> torch.Tensor:
+        return recipe()  # type: ignore[no-any-return]
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _within(tensor: torch.Tensor, owner: nn.Parameter) -> bool:
+    """Whether a view lies in its owner's own part of the storage; parameters may share one flat buffer."""
+    first = tensor.storage_offset() - owner.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return owner.is_contiguous() and first >= 0 and last < owner.numel()
+
+
+class Swap:
+    """Has the weights of one stage on the device at a time; the others' wait in host memory."""
+
+    def __init__(self, used: list[list[nn.Parameter]], device: torch.device) -> None:
+        self.used, self.device = used, device
+        every = {id(p): p for stage in used for p in stage}
+        self.idle = device.type == "cpu"  # the device is the host
+        self.host = {} if self.idle else {key: (to_host(p.data), p._version) for key, p in every.items()}
+        if not self.idle:
+            for key, p in every.items():
+                p.data = self.host[key][0]
+        self.here: dict[int, nn.Parameter] = {}
+
+    def turn(self, stage: int) -> None:
+        """Stage `stage` runs next."""
+        if self.idle:
+            return
+        wanted = {id(p): p for p in self.used[stage]}
+        for key in [key for key in self.here if key not in wanted]:
+            self._park(key, self.here.pop(key))
+        for key, p in wanted.items():
+            if key not in self.here:
+                self.host[key] = (p.data, p._version)
+                p.data = p.data.to(self.device, non_blocking=True)
+                self.here[key] = p
+
+    def _park(self, key: int, p: nn.Parameter) -> None:
+        host, version = self.host[key]
+        if p._version != version:  # somebody wrote to it: an optimizer, a checkpoint
+            host.copy_(p.data)
+        p.data = host

@@ -1,0 +1,357 @@
+"""Making a trace: a walk that runs every event and notes what it read, made, changed and used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from penstock.errors import SplitError
+from penstock.model import tree
+from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow
+from penstock.model.untouched import copied, no_side_effects, untouched
+from penstock.model.walk import Layout, Walk, users_line
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, type)
+
+
+def trace(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Run the model once on an example and write it down. Nothing of the model or the random state is changed."""
+    given = tree.tensors((args, kwargs))
+    try:
+        seen = _recorded(layout, copied((args, kwargs)), saved_tensors_hooks(lambda tensor: None, _unsaved))
+    except _UnsavedError:  # the forward itself asks for gradients
+        seen = _recorded(layout, copied((args, kwargs)), nullcontext())
+    _refuse_shared_inputs(seen, given)
+    return seen
+
+
+def _recorded(layout: Layout, inputs: Any, saving: AbstractContextManager[Any]) -> Trace:
+    args, kwargs = inputs
+    with untouched(layout.model), _Operations() as counter, saving:
+        recorder = _Recorder(layout, inputs, counter)
+        with recorder.effects:
+            output = recorder.forward(args, kwargs)
+        return recorder.finished(output)
+
+
+class _UnsavedError(Exception):
+    """A trace keeps nothing for a backward: it would be the whole model's memory, for nobody."""
+
+
+def _unsaved(_: None) -> torch.Tensor:
+    raise _UnsavedError
+
+
+class _Recorder(Walk):
+    def __init__(self, layout: Layout, inputs: Any, counter: _Operations) -> None:
+        super().__init__(layout)
+        self.counter = counter
+        self.effects = no_side_effects(self, lambda: len(self.events), self.state_read)
+        self.events: list[Event] = []
+        self.values: list[Value] = []
+        self.results: list[Any] = []
+        self.quiet: set[str] = set()
+        self.notes: dict[str, list[Note]] = {"hooks": [], "looks": [], "sides": []}
+        self.kept: list[Any] = []  # alive, so that no identity is used twice
+        self.known: dict[int, int] = {}  # identity of a tensor -> its value
+        self.memory: dict[int, dict[int, torch.Tensor]] = {}  # storage -> tensors in it, by identity
+        # tensors that live on though no event returned them, and the event inside which each was made
+        self.born: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
+        self.answers: list[Any] = []
+        self.decided = 0
+        self.watch = _Inside(self)
+        self.given: set[int] = set()  # of the running event
+        self.used: set[str] = set()  # parameters and buffers that the running event used
+        self.constants: set[int] = set()
+        for tensor in tree.tensors(inputs):
+            self.add(tensor, -1, free=True)
+        self.inputs = len(self.values)
+        self.buffers = dict(layout.model.named_buffers())
+        self.buffer_names = {id(buffer): name for name, buffer in self.buffers.items()}
+        self.versions = {name: _version(buffer) for name, buffer in self.buffers.items()}
+        for buffer in self.buffers.values():
+            self.add(buffer, -1, free=True)
+
+    def add(self, tensor: torch.Tensor, made_by: int, free: bool) -> int:
+        self.kept.append(tensor)
+        self.known[id(tensor)] = len(self.values)
+        size = tensor.numel() * tensor.element_size()
+        storage = _storage(tensor)
+        if storage:
+            self.memory.setdefault(storage, {})[id(tensor)] = tensor
+        shape = tuple(tensor.shape)
+        self.values.append(Value(made_by, free, tensor.requires_grad, size, storage, shape, tensor.dtype))
+        return len(self.values) - 1
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The value of a tensor; one that no event returned is a constant, or was kept on the side by an event."""
+        value = self.known.get(id(tensor))
+        if value is not None:
+            return value
+        maker = self.born.get(tensor)
+        if maker is not None and maker < len(self.events):
+            value = self.add(tensor, maker, free=self.events[maker].free)
+            self.note("sides", "a tensor", value)
+        else:
+            value = self.add(tensor, -1, free=True)
+        self.constants.add(value)
+        return value
+
+    def note(self, kind: str, what: str, value: int) -> None:
+        self.notes[kind].append(Note(what, value, len(self.events), users_line()))
+
+    def atom(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = None if name.startswith("(") else self.layout.model.get_submodule(name)
+        own = () if module is None else (*module.parameters(), *module.buffers())
+        names = {self.layout.parameters.get(id(tensor)) or self.buffer_names.get(id(tensor), "") for tensor in own}
+        return self.event(name, True, names, call, args, kwargs)
+
+    def glue(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.effects.check()
+        return self.event(name, False, set(), call, args, kwargs)
+
+    def event(
+        self, name: str, atom: bool, used: set[str], call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        given = [t for t in tree.tensors((args, kwargs)) if id(t) not in self.layout.parameters]
+        self.given = {id(tensor) for tensor in given}
+        self.used = used | {
+            self.layout.parameters.get(id(t)) or self.buffer_names.get(id(t), "") for t in tree.tensors((args, kwargs))
+        }
+        versions, before = [_version(tensor) for tensor in given], self.counter.total
+        drawn = _draws()
+        result = self.native(call, args, kwargs)
+        self.effects.settle()
+        changed = [t for t, version in zip(given, versions, strict=True) if _version(t) != version]
+        made = list(tree.tensors(result))
+        if not made and not changed and not atom:
+            self.looked(name, given, result)
+            return result
+        fixed = atom or bool(changed) or not all(map(torch.equal, drawn, _draws()))
+        flops = self.counter.total - before
+        self.record(Event(name, atom, users_line(), (), (), (), (), (), not fixed, flops), given, result, changed)
+        return result
+
+    def looked(self, name: str, given: list[torch.Tensor], result: Any) -> None:
+        """A function that made nothing."""
+        self.quiet.add(name)
+        short = name.rsplit(".", 1)[-1]
+        if short in HOOKS and not given:
+            raise SplitError(
+                "no hook put on a parameter by code that every stage runs", f"one at {users_line()}", "do it once"
+            )
+        if short in DATA:
+            self.answers.append(answer(result))
+            self.decided = len(self.events)
+        for value in map(self.number, given):
+            self.values[value].asked = True
+            if short in HOOKS:
+                self.note("hooks", short, value)
+            elif short in DATA and not self.values[value].free:
+                self.note("looks", short, value)
+
+    def record(self, event: Event, given: list[torch.Tensor], result: Any, changed: list[torch.Tensor]) -> None:
+        at = len(self.events)
+        reads = tuple(self.number(tensor) for tensor in given)
+        for value in reads:
+            self.values[value].read_by.append(at)
+        made = [tensor for tensor in tree.tensors(result) if id(tensor) not in self.layout.parameters]
+        parameters = tuple(sorted(name for name in self.used if name and name not in self.buffers))
+        free = event.free and not parameters and all(self.values[value].free for value in reads)
+        free = free and not any(tensor.requires_grad for tensor in made)
+        shared = {id(t): t for one in changed for t in self.memory.get(_storage(one), {id(one): one}).values()}
+        changes = tuple((self.known[i], self.add(tensor, at, False)) for i, tensor in shared.items())
+        makes = tuple(self.known[id(t)] if id(t) in self.known else self.add(t, at, free) for t in made)
+        self.events.append(
+            replace(
+                event,
+                reads=reads,
+                makes=makes,
+                changes=changes,
+                parameters=parameters,
+                buffers=tuple(sorted(self.used & self.buffers.keys())),
+                free=free,
+                loose=any(value in self.constants for value in reads),
+                talks=any(not isinstance(leaf, (torch.Tensor, type(None))) for leaf in tree.leaves(result)),
+                aliases=bool(changes) or any(self.values[value].made_by != at for value in makes),
+                region=self.region(),
+            )
+        )
+        parts = self.layout.parameters
+        self.results.append(tree.replace(result, lambda t: t if id(t) in parts else hollow(t)))
+
+    def region(self) -> int | None:
+        """The user's checkpoint around open code: what it keeps is recomputed as a whole."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+            return None
+        self.kept.append(hooks[0])
+        return id(hooks[0])
+
+    def native(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.watch:
+            return super().native(call, args, kwargs)
+
+    def made_inside(self, result: Any) -> Any:
+        """Note what was made inside the running event."""
+        for tensor in tree.tensors(result):
+            if id(tensor) not in self.known and tensor not in self.born:
+                self.born[tensor] = len(self.events)
+        return result
+
+    def used_inside(self, tensors: Any) -> None:
+        """Note what the running event used without having been given it."""
+        for tensor in tree.tensors(tensors):
+            name = self.layout.parameters.get(id(tensor)) or self.buffer_names.get(id(tensor))
+            if name is not None:
+                self.used.add(name)
+            elif id(tensor) not in self.given:
+                maker = self.values[self.known[id(tensor)]].made_by if id(tensor) in self.known else None
+                maker = self.born.get(tensor) if maker is None else maker
+                if maker is not None and 0 <= maker < len(self.events) and not self.events[maker].free:
+                    self.given.add(id(tensor))  # noted once
+                    known = id(tensor) in self.known
+                    self.note("sides", "a tensor", self.known[id(tensor)] if known else self.add(tensor, maker, False))
+
+    def state_read(self, made_by: int) -> None:
+        """Something read what an event has kept on a module: a value that cannot be sent."""
+        if made_by < len(self.events):
+            self.values.append(Value(made_by, False, False, 0, 0, (), torch.uint8))
+            self.note("sides", "an attribute", len(self.values) - 1)
+
+    def finished(self, output: Any) -> Trace:
+        returned = tuple(self.number(t) if id(t) not in self.layout.parameters else -1 for t in tree.tensors(output))
+        for value in returned:
+            if value >= 0:
+                self.values[value].read_by.append(len(self.events))
+        self.settle_buffers()
+        read = {value for event in self.events for value in event.reads} | {v for v in returned if v >= 0}
+        numbers = {name: self.inputs + at for at, name in enumerate(self.buffers)}
+        before = {value for event in self.events for value, _ in event.changes}
+        return Trace(
+            self.events,
+            self.values,
+            returned,
+            frozenset(self.quiet),
+            self.results,
+            hooks=tuple(self.notes["hooks"]),
+            looks=tuple(self.notes["looks"]),
+            sides=tuple(self.notes["sides"]),
+            buffers=tuple(
+                (name, value) for name, value in numbers.items() if value in read or self.values[value].asked
+            ),
+            inputs=frozenset(value for value in before if value < self.inputs),
+            withheld=frozenset(
+                type(leaf) for leaf in tree.leaves(output) if not isinstance(leaf, torch.Tensor) and self.holds(leaf)
+            ),
+            answers=tuple(self.answers),
+            decided=self.decided,
+        )
+
+    def settle_buffers(self) -> None:
+        """A buffer that the forward changes is not the same on every stage: what is computed from it is not free."""
+        kept = {
+            f"{name}.{buffer}".lstrip(".")
+            for name, module in self.layout.model.named_modules()
+            if isinstance(module, _NormBase)
+            for buffer, _ in module.named_buffers(recurse=False)
+        }  # batch statistics are moved by the step, not by the forward
+        changed = {name for name, b in self.buffers.items() if _version(b) != self.versions[name]}
+        for at, event in enumerate(self.events):
+            touched = tuple(name for name in event.buffers if name in changed)
+            free = event.free and not touched and all(self.values[value].free for value in event.reads)
+            if event.free and not free:
+                for value in event.makes:
+                    self.values[value].free = False
+            self.events[at] = replace(event, buffers=tuple(n for n in touched if n not in kept), free=free)
+
+    def holds(self, leaf: Any, depth: int = 4) -> bool:
+        """Whether an object that is no container holds tensors that events made."""
+        if isinstance(leaf, torch.Tensor):
+            value = self.known.get(id(leaf))
+            return leaf in self.born or (value is not None and not self.values[value].free)
+        if not depth or isinstance(leaf, _PLAIN) or callable(leaf):
+            return False
+        inner = list(getattr(leaf, "__dict__", {}).values())
+        if isinstance(leaf, (list, tuple, set, frozenset)):
+            inner += list(leaf)
+        if isinstance(leaf, dict):
+            inner += list(leaf.values())
+        return any(self.holds(part, depth - 1) for part in inner)
+
+
+class _Inside(TorchFunctionMode):
+    """Sees the torch functions inside events, which a trace does not record one by one."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.recorder.used_inside((args, kwargs))
+        return self.recorder.made_inside(func(*args, **kwargs))
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations by torch's own formulas; torch's own counter would put hooks on modules and tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        formula = flop_registry.get(func._overloadpacket)
+        with torch._C.DisableTorchFunction():  # these are no functions that the model calls
+            if formula is None and func is not torch.ops.prim.device.default:
+                with self:
+                    parts = func.decompose(*args, **kwargs)
+                if parts is not NotImplemented:
+                    return parts
+            result = func(*args, **kwargs)
+        if formula is not None:
+            self.total += float(formula(*args, **kwargs, out_val=result))
+        return result
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _draws() -> list[torch.Tensor]:
+    """Random states: a function that moves them must run on one stage only."""
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.random.get_rng_state(), *cuda]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    known = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+    return tensor.untyped_storage().data_ptr() if known else 0
+
+
+def _refuse_shared_inputs(seen: Trace, given: list[torch.Tensor]) -> None:
+    """An input that is changed in place is copied for each stage: nothing else may show the change."""
+    memory = [_storage(tensor) for tensor in given]
+    for value in seen.inputs:
+        if memory[value] and memory.count(memory[value]) > 1:
+            event = next(event for event in seen.events if any(before == value for before, _ in event.changes))
+            raise SplitError(
+                "an input that the forward changes in place to share no memory with another",
+                f"{event.name} at {event.line}",
+                "hand in copies, or change a copy",
+            )

@@ -1,0 +1,322 @@
+"""One stage's part of a forward: its own events run, earlier ones are skipped, and at its end the rest is left out.
+
+Skipped events hand the code around them stand-ins: tensors of the right shape and type that hold nothing. What an
+earlier stage made and this one needs is handed out for real in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from penstock.errors import SplitError
+from penstock.model import tree
+from penstock.model.trace import DATA, HOOKS, Event, Trace, answer, hollow
+from penstock.model.walk import Layout, Walk, users_line
+
+
+class PathChangedError(Exception):
+    """The forward met another event than the trace says."""
+
+
+class Done(BaseException):
+    """The stage's last event is over: leave the forward. Not an Exception, so that no user's handler keeps it."""
+
+
+@dataclass
+class Passage:
+    """What one micro-batch's stages tell each other besides tensors: what open code asks of them, and plain results."""
+
+    shapes: dict[int, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)  # by value
+    plain: dict[int, Any] = field(default_factory=dict)  # by event: its result, with empty tensors in it
+
+    @staticmethod
+    def of(seen: Trace) -> Passage:
+        """What the stages of a traced forward would have told each other."""
+        asked = {v: (value.shape, value.dtype) for v, value in enumerate(seen.values) if value.asked}
+        return Passage(asked, {at: seen.results[at] for at, event in enumerate(seen.events) if event.talks})
+
+
+class Withheld:
+    """In place of an object in the model's result that several stages filled, of which no stage has all."""
+
+    def __init__(self, kind: type) -> None:
+        self.__dict__["kind"] = kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and printing are no use of it
+            raise AttributeError(name)
+        raise SplitError(
+            "results made of tensors",
+            f"{name!r} of a {self.kind.__name__}, which modules of several stages filled on the side",
+            "tell the model not to return it (use_cache=False, say)",
+        )
+
+    def __repr__(self) -> str:
+        return f"Withheld({self.kind.__name__})"
+
+
+class Replay(Walk):
+    """Runs events `first` to `last` of a trace."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        plan: Trace,
+        span: tuple[int, int],
+        received: dict[int, torch.Tensor],
+        wanted: frozenset[int],
+        passage: Passage,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        stop: int | None = None,
+    ) -> None:
+        super().__init__(layout)
+        self.stop = span[1] if stop is None else stop  # the event at which to leave
+        self.plan, self.span, self.wanted, self.passage = plan, span, wanted, passage
+        self.received = dict(received)
+        self.around = around  # entered for each atom, not for open code, whose functions must keep their names
+        self.at = 0
+        self.made: dict[int, torch.Tensor] = {}  # values that later stages need
+        self.value: dict[int, int] = {}  # identity of a tensor met so far -> its value
+        self.tensor: dict[int, torch.Tensor] = {}  # value -> the tensor that open code holds; keeps it alive
+        self.answers: list[Any] = []  # of looks at data
+        self.device = torch.device("cpu")
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the forward on the last stage, None on the others (their values are in `made`)."""
+        if self.span[1] == 0:
+            return None
+        args, kwargs = self.meet_inputs((args, kwargs))
+        try:
+            result = self.forward(args, kwargs)
+        except Done:
+            return None
+        if self.at < self.span[1]:
+            raise PathChangedError(f"the forward ended before event {self.at} ({self.plan.events[self.at].name})")
+        return self.given_back(result)
+
+    def meet_inputs(self, inputs: Any) -> Any:
+        """Number the inputs and buffers as the trace did; an input that the forward changes is this stage's own."""
+        if self.plan.inputs:
+            numbers = iter(range(len(self.plan.values)))
+            own = self.plan.inputs
+            inputs = tree.replace(inputs, lambda t: t.clone() if next(numbers) in own else t)
+        given = list(tree.tensors(inputs))
+        for number, tensor in enumerate(given):
+            self.meet(tensor, number)
+        for name, number in self.plan.buffers:
+            self.meet(self.layout.model.get_buffer(name), number)
+        self.device = next((t.device for t in (*self.received.values(), *given)), self.device)
+        return inputs
+
+    def given_back(self, result: Any) -> Any:
+        """The model's result, which must hold what its trace's did."""
+        fixed = self.layout.is_parameter
+        held = tuple(-1 if fixed(t) else self.value.get(id(t)) for t in tree.tensors(result))
+        loose = {note.value for note in self.plan.sides} | {-1}
+        loose |= {value for value in self.plan.returned if self.plan.values[value].made_by < 0}
+        if len(held) != len(self.plan.returned) or any(
+            now != then and not (now is None and then in loose)
+            for now, then in zip(held, self.plan.returned, strict=True)
+        ):
+            raise SplitError(
+                "a result made of what calls return",
+                f"{len(held)} tensors where the whole model gives {len(self.plan.returned)}: modules of other stages "
+                "hand theirs over on the side, by hooks or by shared objects",
+                "ask the model for results that need no such collecting",
+            )
+        result = tree.replace(result, self.real)
+        if self.plan.withheld and self.span[0] > 0:
+            result = tree.replace_leaves(
+                result, lambda leaf: Withheld(type(leaf)) if type(leaf) in self.plan.withheld else leaf
+            )
+        return result
+
+    def meet(self, tensor: torch.Tensor, value: int) -> None:
+        self.tensor[value] = tensor
+        self.value[id(tensor)] = value
+
+    def real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, or what was received in place of a stand-in."""
+        value = self.value.get(id(tensor))
+        if value is None:
+            return tensor
+        if value in self.received:
+            return self.received[value]
+        if self.empty(value):
+            raise SplitError(
+                "code that reads only what its trace read",
+                f"a tensor of an earlier stage at {users_line()}",
+                "keep what must go together inside one stage",
+            )
+        return tensor
+
+    def empty(self, value: int) -> bool:
+        """Whether open code holds a stand-in for a value."""
+        held = self.plan.values[value]
+        return 0 <= held.made_by < self.span[0] and not held.free and value not in self.received
+
+    def atom(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.expected() != name:
+            raise PathChangedError(f"{name} at {users_line()}, where the trace has {self.expected() or 'the end'}")
+        return self.event(call, args, kwargs)
+
+    def glue(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name == self.expected():
+            return self.event(call, args, kwargs)
+        if name not in self.plan.quiet:
+            raise PathChangedError(f"{name} at {users_line()}, where the trace has {self.expected() or 'the end'}")
+        return self.look(name, call, args, kwargs)
+
+    def expected(self) -> str:
+        return self.plan.events[self.at].name if self.at < len(self.plan.events) else ""
+
+    def look(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function that makes nothing: shapes, types, devices; or a value, which only a tensor that is here has."""
+        short = name.rsplit(".", 1)[-1]
+        values = [self.value[id(t)] for t in tree.tensors((args, kwargs)) if id(t) in self.value]
+        if short in HOOKS and any(self.plan.values[v].made_by < self.span[0] for v in values):
+            return _Handle()  # the stage that makes the tensor has put the hook on it
+        if short in HOOKS and not torch.is_grad_enabled():
+            return _Handle()  # a forward that will be run again for its backward
+        if any(map(self.empty, values)):
+            return self.look_at_stand_in(name, values, call, args, kwargs)
+        if self.received:
+            args, kwargs = tree.replace((args, kwargs), self.real)
+        result = self.native(call, args, kwargs)
+        if short in DATA:
+            self.answers.append(answer(result))
+        return result
+
+    def look_at_stand_in(
+        self, name: str, values: list[int], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not all(self.plan.values[value].asked for value in values):
+            raise PathChangedError(f"{name} at {users_line()} of a tensor that the trace did not look at")
+        getter = name.removesuffix(".__get__").rsplit(".", 1)[-1] if name.endswith(".__get__") else ""
+        if getter == "device":
+            return self.device
+        if getter.startswith("is_") and getter[3:] in ("cuda", "cpu", "meta", "mps", "xpu"):
+            return getter[3:] == self.device.type
+        if getter == "requires_grad":
+            return self.plan.values[values[0]].grad
+        try:
+            return self.native(call, args, kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise SplitError(
+                "control flow across a cut that does not depend on data",
+                f"{name.rsplit('.', 1)[-1]}() of a value that an earlier stage made, at {users_line()}",
+                "keep the decision inside one block, or cut elsewhere",
+            ) from error
+
+    def event(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        at = self.at
+        first, last = self.span
+        if at >= self.stop and self.stop < len(self.plan.events):
+            raise Done
+        self.at += 1
+        event = self.plan.events[at]
+        if first <= at < last or event.free:
+            return self.act(at, event, call, args, kwargs)
+        return self.skip(at, event)
+
+    def act(
+        self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        args, kwargs = self.arguments(event, args, kwargs)
+        if event.atom:
+            with self.around():
+                result = self.native(call, args, kwargs)
+        else:
+            result = self.native(call, args, kwargs)
+        for before, after in event.changes:
+            self.changed(before, after)
+        if type(result) is torch.Tensor and len(event.makes) == 1:  # nearly all
+            self.keep(result, event.makes[0])
+            return result
+        made = [t for t in tree.tensors(result) if not self.layout.is_parameter(t)]
+        if len(made) != len(event.makes):
+            raise PathChangedError(
+                f"{event.name} at {users_line()} gave {len(made)} tensors, its trace {len(event.makes)}"
+            )
+        for tensor, value in zip(made, event.makes, strict=True):
+            self.keep(tensor, value)
+        if event.talks and not event.free:
+            self.passage.plain[at] = tree.replace(result, hollow)
+        return result
+
+    def arguments(
+        self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What an event is given here: the real tensors, each of them one that the trace knows."""
+        swapped = False
+        for tensor in tree.tensors((args, kwargs)):
+            if id(tensor) in self.value:
+                swapped = swapped or self.real(tensor) is not tensor
+            elif not event.loose and not self.layout.is_parameter(tensor):
+                raise SplitError(
+                    "tensors that travel through calls and results",
+                    f"one kept on the side and read at {users_line()}",
+                    "return it from the module that makes it and pass it on",
+                )
+        if not swapped:
+            return args, kwargs
+        if event.region is not None:
+            raise SplitError(
+                "a checkpointed call to be given tensors that nobody changes in place",
+                f"one changed before the cut and read at {users_line()}",
+                "change a copy, or cut elsewhere",
+            )
+        return tree.replace((args, kwargs), self.real)  # type: ignore[no-any-return]
+
+    def keep(self, tensor: torch.Tensor, value: int) -> None:
+        self.meet(tensor, value)
+        if self.plan.values[value].asked:
+            self.passage.shapes[value] = (tuple(tensor.shape), tensor.dtype)
+        if value in self.wanted:
+            self.made[value] = tensor
+
+    def changed(self, before: int, after: int) -> None:
+        """A tensor holds a new value; where open code has a stand-in for it, what was received was changed."""
+        held = self.tensor.get(before)
+        if held is None:
+            return
+        if before in self.received and self.received[before] is not held:
+            self.received[after] = self.received[before]
+            self.meet(held, after)
+        self.keep(self.received.get(before, held), after)
+
+    def skip(self, at: int, event: Event) -> Any:
+        for before, after in event.changes:
+            if before in self.tensor:
+                self.meet(self.tensor[before], after)
+        kept = self.passage.plain.get(at, self.plan.results[at])
+        if type(kept) is torch.Tensor and len(event.makes) == 1:  # nearly all
+            return self.stand_in(kept, event.makes[0])
+        fixed, numbers = self.layout.is_parameter, iter(event.makes)
+        return tree.replace(kept, lambda t: t if fixed(t) else self.stand_in(t, next(numbers)))
+
+    def stand_in(self, example: torch.Tensor, value: int) -> torch.Tensor:
+        """What open code gets in place of a skipped event's result."""
+        if value in self.received:
+            self.meet(self.received[value], value)
+            return self.received[value]
+        if value in self.tensor:  # an event that returns what it was given
+            return self.tensor[value]
+        shape, dtype = self.passage.shapes.get(value, (example.shape, example.dtype))
+        empty = self.plan.stand_ins.get(value)
+        if empty is None or empty.shape != shape or empty.dtype != dtype:
+            empty = self.plan.stand_ins[value] = torch.empty(shape, dtype=dtype, device="meta")
+        self.meet(empty, value)
+        return empty
+
+
+class _Handle:
+    """Of a hook that another stage has put."""
+
+    def remove(self) -> None:
+        pass

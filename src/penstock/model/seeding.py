@@ -1,0 +1,65 @@
+"""Randomness of a stage: it depends on (seed, step, stage, micro-batch) alone, so order and recompute do not matter.
+
+Torch's, Python's and NumPy's generators are all seeded: a layer that drops itself by `random.random()` must do the same
+when its forward is run a second time.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+_MASK = 2**64 - 1
+
+
+def mixed(*numbers: int) -> int:
+    """One number of 64 bits from several: splitmix64's rounds, so that neighbours have nothing in common."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_all(number: int, device: torch.device) -> None:
+    """Seed every generator a stage may draw from.
+
+    Not by `torch.manual_seed`: where CUDA is not in use, that queues a call with its stack, a hundred times as slow.
+    """
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        _on_device(device).manual_seed(number)
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+
+
+class random_states_kept:
+    """Puts the user's random states back after a step that seeds for itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.cpu, self.python, self.numpy = (
+            torch.default_generator.get_state(),
+            random.getstate(),
+            np.random.get_state(),
+        )
+        self.cuda = _on_device(self.device).get_state() if self.device.type == "cuda" else None
+
+    def __exit__(self, *_: object) -> None:
+        torch.default_generator.set_state(self.cpu)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        if self.cuda is not None:
+            _on_device(self.device).set_state(self.cuda)
+
+
+def _on_device(device: torch.device) -> torch.Generator:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]

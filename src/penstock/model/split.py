@@ -1,0 +1,293 @@
+"""A model as stages: its own submodules, cut at some of their calls.
+
+What one forward does may depend on its inputs' structure (an optional mask, an int, train or eval), so there is one
+*path* for each kind of input, traced when it first comes. Cuts are the same modules on every path.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import SplitError
+from penstock.model import tree
+from penstock.model.allowed import refusal
+from penstock.model.cuts import balanced, hooks_of, open_enough, open_for, starts_of
+from penstock.model.record import trace
+from penstock.model.replay import Done, Passage, PathChangedError, Replay
+from penstock.model.trace import Trace
+from penstock.model.walk import Layout
+
+MANY = 4096  # sizes of inputs to remember
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way through the model: its trace, where stages begin in it, and what crosses."""
+
+    trace: Trace
+    starts: tuple[int, ...]
+    incoming: tuple[dict[int, int], ...]  # by stage: value -> the stage that makes it
+    outgoing: tuple[frozenset[int], ...]
+    changed: tuple[frozenset[int], ...]  # by stage: incoming values that it changes in place
+    sizes: dict[Any, Passage] = field(default_factory=dict)  # of inputs known to take it, and what was then told
+
+    def span(self, stage: int) -> tuple[int, int]:
+        ends = (*self.starts[1:], len(self.trace.events))
+        return self.starts[stage], ends[stage]
+
+    def noted(self, sizes: Any, told: Passage) -> Path:
+        if len(self.sizes) >= MANY:
+            self.sizes.clear()
+        self.sizes.setdefault(sizes, told)
+        return self
+
+    def stage_of(self, event: int) -> int:
+        return bisect_right(self.starts, event) - 1
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            sorted({(source, stage) for stage, values in enumerate(self.incoming) for source in values.values()})
+        )
+
+
+class Split:
+    """The stages of one model, found from an example of its inputs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pieces: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cuts: list[str] | None = None,
+    ) -> None:
+        _refuse_compiled(model)
+        self.model, self.pieces = model, pieces
+        self.cuts: list[tuple[str, int]] = []
+        if pieces == 1:
+            self.layout = Layout(model, frozenset())  # nothing to cut: the model itself is the one atom
+            seen = trace(self.layout, args, kwargs)
+        elif cuts is None:
+            self.layout, seen = open_enough(model, pieces, args, kwargs)
+            self._refuse_hooks()
+            self.cuts = balanced(model, seen, pieces)
+        else:
+            self.layout = Layout(model, open_for(model, cuts))
+            self._refuse_hooks()
+            self.cuts = [(name, 0) for name in map(self._called, cuts)]
+            seen = trace(self.layout, args, kwargs)
+        self.paths: dict[Any, list[Path]] = {}
+        self.first = self._learn(seen, *self._kind(args, kwargs))  # the example's path
+        self.owner = self._owners(self.first)
+        chain = {(stage, stage + 1) for stage in range(pieces - 1)}
+        # stages that exchange data on the example's path, and neighbours in any case
+        self.edges = tuple(sorted(chain | set(self.first.edges)))
+
+    def path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path:
+        """The path that these inputs take."""
+        self._refuse_hooks()
+        kind, sizes = self._kind(args, kwargs)
+        for path in self.paths.get(kind, ()):
+            if self._takes(path, sizes, args, kwargs):
+                return path.noted(sizes, Passage())
+        return self._learn(trace(self.layout, args, kwargs), kind, sizes)
+
+    def _learn(self, seen: Trace, kind: Any, sizes: Any) -> Path:
+        known = self.paths.setdefault(kind, [])
+        signature = seen.signature()
+        for path in known:
+            if path.trace.signature() == signature:
+                return path.noted(sizes, Passage.of(seen))
+        fresh = self._path(seen)
+        self._refuse_parted_hooks(fresh)
+        known.append(fresh)
+        return fresh.noted(sizes, Passage.of(seen))
+
+    def _takes(self, path: Path, sizes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether these inputs take a path, as far as can be told without running the model.
+
+        The code is the same: shapes, and answers about data, decide. What shapes the model makes of new sizes is not
+        known; where open code looks at them, only a trace can tell.
+        """
+        seen, told = path.trace, path.sizes.get(sizes)
+        if told is None and seen.asks:
+            return False
+        sure = told is not None and _ANY not in sizes
+        if sure and not seen.answers:
+            return True
+        if told is not None and sure:
+            walk = self._walked(path, told, seen.decided, args, kwargs)
+            if walk is not None and tuple(walk.answers) == seen.answers:
+                return True
+        walk = self._walked(path, told or Passage(), len(seen.events), args, kwargs)
+        return walk is not None and walk.at == len(seen.events)
+
+    def _walked(
+        self, path: Path, told: Passage, stop: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Replay | None:
+        """A walk of so many events, all of them skipped, or None if the inputs took another path."""
+        end = len(path.trace.events)
+        walk = Replay(self.layout, path.trace, (end, end), {}, frozenset(), told, stop=stop)
+        inputs = walk.meet_inputs((args, kwargs))
+        try:
+            walk.forward(*inputs)
+        except Done:
+            return walk
+        except Exception:  # whatever the user's code says of stand-ins; a trace will tell what is true
+            return None
+        return walk
+
+    def run(
+        self,
+        path: Path,
+        stage: int,
+        received: dict[int, torch.Tensor],
+        passage: Passage,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> tuple[dict[int, torch.Tensor], Any]:
+        """One stage's part of a forward: the values later stages need, and on the last stage the model's result."""
+        replay = Replay(self.layout, path.trace, path.span(stage), received, path.outgoing[stage], passage, around)
+        try:
+            result = replay.run(args, kwargs)
+        except PathChangedError as error:
+            raise SplitError(
+                "a forward that takes the path it took on its trace", str(error), "keep such decisions inside one block"
+            ) from None
+        return replay.made, result
+
+    def parameters(self, stage: int) -> dict[str, nn.Parameter]:
+        """The parameters a stage owns, by the model's own names; a tied one belongs to the first stage that uses it."""
+        named = dict(self.model.named_parameters())
+        return {name: parameter for name, parameter in named.items() if self.owner[name] == stage}
+
+    def uses(self, stage: int) -> set[str]:
+        """Names of the parameters that a stage needs: those its forward uses, tied ones too, and those it owns."""
+        used = self.first.trace.parameters().items()
+        named = {name for name, events in used if any(self.first.stage_of(at) == stage for at in events)}
+        return named | {name for name, owner in self.owner.items() if owner == stage}
+
+    def _path(self, seen: Trace) -> Path:
+        starts = starts_of(seen, self.cuts)
+        for reason in filter(None, (refusal(seen, cut) for cut in starts[1:])):
+            raise reason
+
+        def stage_of(event: int) -> int:
+            return bisect_right(starts, event) - 1
+
+        incoming: tuple[dict[int, int], ...] = tuple({} for _ in range(self.pieces))
+        outgoing: list[set[int]] = [set() for _ in range(self.pieces)]
+        changed: list[set[int]] = [set() for _ in range(self.pieces)]
+        for number, value in enumerate(seen.values):
+            if value.made_by < 0 or value.free:
+                continue
+            source = stage_of(value.made_by)
+            for reader in {stage_of(event) for event in value.read_by} - {source}:
+                incoming[reader][number] = source
+                outgoing[source].add(number)
+        for at, event in enumerate(seen.events):
+            for before, _ in event.changes:
+                if before in incoming[stage_of(at)]:
+                    changed[stage_of(at)].add(before)
+        return Path(seen, starts, incoming, tuple(map(frozenset, outgoing)), tuple(map(frozenset, changed)))
+
+    def _owners(self, path: Path) -> dict[str, int]:
+        """The stage of every parameter of the model: none is ever lost."""
+        canonical = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        used: dict[str, int] = {}
+        every = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, events in path.trace.parameters().items():
+            stage = path.stage_of(min(events))
+            key = canonical[id(every[name])]
+            used[key] = min(used.get(key, stage), stage)
+        owner, last = {}, 0
+        for name, _ in self.model.named_parameters():
+            last = used.get(name, last)  # one that the forward does not use stays with its neighbours
+            owner[name] = last
+        return owner
+
+    def _called(self, name: str) -> str:
+        """The name under which walks know a module that has several."""
+        return str(self.layout.names[id(self.model.get_submodule(name))])
+
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """What decides the path before anything runs, and the numbers in the inputs, which may."""
+        modes = (torch.is_grad_enabled(), *[module.training for module in self.layout.modules])
+        sizes: list[Any] = []
+        return (modes, _mark((args, kwargs), sizes)), tuple(sizes)
+
+    def _refuse_hooks(self) -> None:
+        for module in self.layout.open:
+            found = hooks_of(module)
+            if found:
+                raise SplitError(
+                    "modules that a cut goes through to have no hooks of their own",
+                    f"{found[0]} on {self.layout.names[id(module)] or 'the model itself'}",
+                    "put the hook on a module inside one stage, or cut elsewhere",
+                )
+        for kind in _EVERYWHERE if self.pieces > 1 else ():
+            for hook in getattr(nn.modules.module, kind).values():
+                raise SplitError(
+                    "no hooks on all modules there are: those that a cut goes through would run them on every stage",
+                    getattr(hook, "__qualname__", repr(hook)),
+                    "put them on the modules that are meant",
+                )
+
+    def _refuse_parted_hooks(self, path: Path) -> None:
+        """A tied parameter's gradient comes in parts, one from each stage that uses it: a hook would see parts."""
+        every = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, events in path.trace.parameters().items():
+            kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+            hooks = [hook for kind in kinds for hook in (getattr(every[name], kind, None) or {}).values()]
+            if hooks and len({path.stage_of(at) for at in events}) > 1:
+                raise SplitError(
+                    "no hook on a parameter that several stages use",
+                    f"{getattr(hooks[0], '__qualname__', repr(hooks[0]))} on {name!r}",
+                    "cut where one stage has all its uses, or take the hook away",
+                )
+
+
+_EVERYWHERE = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+_ANY = "a float or an object"  # of no size, but open code may decide by it: such paths are walked each time
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise SplitError(
+            "a model whose own code can be run in parts",
+            f"{type(getattr(model, '_orig_mod', model)).__name__} compiled as a whole",
+            "compile its blocks instead: model.block = torch.compile(model.block)",
+        )
+
+
+def _mark(value: Any, sizes: list[Any]) -> Any:
+    """The kind of a value: containers, names, types. Shapes and numbers are put into `sizes`."""
+    if isinstance(value, torch.Tensor):
+        sizes.append(tuple(value.shape))
+        return (value.dtype, value.dim(), value.requires_grad)
+    if tree.is_container(value):
+        return (type(value), tuple(tree.keys(value)), tuple(_mark(part, sizes) for part in tree.parts(value)))
+    if isinstance(value, (bool, str, bytes, type(None), torch.dtype, torch.device, Enum)):
+        return (type(value), value)
+    sizes.append(value if type(value) is int else _ANY)
+    return type(value)
+
+
+__all__ = ["Passage", "Path", "PathChangedError", "Split"]

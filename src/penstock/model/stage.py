@@ -1,0 +1,185 @@
+"""A run of layers as a stage: forward, full backward, or input and weight gradient apart, for many micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.model.batchnorm import DeferredNorms
+from penstock.model.buffers import Buffers, Saved
+from penstock.model.loss import Loss
+from penstock.model.offload import Offload, saving, to_host
+from penstock.model.replay import Passage
+from penstock.model.seeding import mixed, seed_all
+from penstock.model.split import Path, Split
+from penstock.model.split_backward import WeightQueue, deferring
+
+Values = dict[int, torch.Tensor]  # by the number of the value in the path's trace
+
+
+class Recompute(StrEnum):
+    NEVER = "never"
+    EXCEPT_LAST = "except-last"  # the last micro-batch's backward comes at once: nothing to gain there
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all stages of a pipeline have in common."""
+
+    device: torch.device
+    seed: int = 0
+    recompute: Recompute = Recompute.NEVER
+    offload: Offload = Offload.NOTHING
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+@dataclass
+class Job:
+    """One micro-batch on its way through the stages. `finish` turns the model's result into a loss, on the last."""
+
+    number: int
+    step: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int
+    path: Path
+    finish: Callable[[Any], Any]
+    last: bool = False  # of its mini-batch
+    passage: Passage = field(default_factory=Passage)
+
+
+@dataclass
+class _Graph:
+    """What a stage keeps of a micro-batch between its forward and its backward."""
+
+    leaves: Values
+    made: Values  # with their history
+    loss: Loss | None
+    queue: WeightQueue | None
+
+
+@dataclass
+class _Inputs:
+    """What it keeps instead where the forward will be run again."""
+
+    received: Values
+    buffers: Saved
+    split_backward: bool
+
+
+class Stage:
+    """One piece of a split model."""
+
+    def __init__(
+        self,
+        split: Split,
+        index: int,
+        settings: Settings,
+        norms: DeferredNorms,
+        buffers: Buffers,
+        parameters: list[nn.Parameter],
+    ) -> None:
+        self.split, self.index, self.settings, self.norms, self.buffers = split, index, settings, norms, buffers
+        self.parameters = parameters  # that its forward uses
+        self.last = index == split.pieces - 1
+        self.root = 1.0  # what the gradient of a loss starts from
+        self.kept: dict[int, _Graph | _Inputs] = {}
+        self.queues: dict[int, WeightQueue] = {}
+        self.forwards = 0  # of training, counted so that a test can see that nothing runs more than twice
+
+    def forward(self, job: Job, received: Values, split_backward: bool = False) -> tuple[Values, Any]:
+        """Run a micro-batch; returns what later stages need, and on the last stage what the job made of the result."""
+        if not torch.is_grad_enabled():
+            return self._run(job, received)
+        if self._runs_again(job):
+            # With gradients on, as the second time: else hooks of the user's could not be put on, and kernels that are
+            # chosen by it would give other bits. The graph goes as soon as the forward is over.
+            self.kept[job.number] = _Inputs(self._parked(received), self.buffers.save(), split_backward)
+            _, made, result = self._record(job, received, split_backward=False)
+        else:
+            with self._saving():
+                self.kept[job.number], made, result = self._record(job, received, split_backward)
+        return {value: tensor.detach() for value, tensor in made.items()}, _detached(result)
+
+    def backward(self, job: Job, gradients: Values) -> Values:
+        """The full backward, or the input gradient alone where the forward was told so; returns what goes back."""
+        kept = self.kept.pop(job.number)
+        graph = self._record_again(job, kept) if isinstance(kept, _Inputs) else kept
+        roots = [(tensor, gradients[value]) for value, tensor in graph.made.items() if value in gradients]
+        if graph.loss is not None:
+            roots.append((graph.loss.total, torch.full_like(graph.loss.total, self.root)))
+        if graph.queue is not None:
+            self.queues[job.number] = graph.queue
+        if roots:
+            with deferring(graph.queue) if graph.queue is not None else contextlib.nullcontext():
+                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        return {value: leaf.grad for value, leaf in graph.leaves.items() if leaf.grad is not None}
+
+    def weight_gradient(self, job: Job) -> None:
+        """The weight gradients that the input gradient left for later."""
+        self.queues.pop(job.number).run()
+
+    def drop(self) -> None:
+        """Forget what an interrupted step has left behind."""
+        self.kept.clear()
+        self.queues.clear()
+
+    def _runs_again(self, job: Job) -> bool:
+        recompute = self.settings.recompute
+        return recompute is Recompute.ALWAYS or (recompute is Recompute.EXCEPT_LAST and not job.last)
+
+    def _record(self, job: Job, received: Values, split_backward: bool) -> tuple[_Graph, Values, Any]:
+        """Run with a graph, from leaves that collect the gradients to be sent back."""
+        self.forwards += 1
+        known = job.path.trace.values
+        leaves = {v: t.detach().requires_grad_(known[v].grad and t.is_floating_point()) for v, t in received.items()}
+        queue = WeightQueue() if split_backward else None
+        made, result = self._run(job, leaves, queue)
+        history = {value: tensor for value, tensor in made.items() if tensor.requires_grad}
+        return _Graph(leaves, history, result if isinstance(result, Loss) else None, queue), made, result
+
+    def _record_again(self, job: Job, kept: _Inputs) -> _Graph:
+        received = {value: tensor.to(self.settings.device) for value, tensor in kept.received.items()}
+        with self._second_time(kept.buffers), self._saving():
+            return self._record(job, received, kept.split_backward)[0]
+
+    def _run(self, job: Job, values: Values, queue: WeightQueue | None = None) -> tuple[Values, Any]:
+        changed = job.path.changed[self.index]
+        fed = {v: t.clone() if v in changed else t for v, t in values.items()} if changed else values
+        seed_all(mixed(self.settings.seed, job.step, self.index, job.number), self.settings.device)
+        defer = contextlib.nullcontext if queue is None else functools.partial(deferring, queue)
+        with self.settings.autocast():
+            made, result = self.split.run(job.path, self.index, fed, job.passage, job.args, job.kwargs, defer)
+            return made, job.finish(result) if self.last else None
+
+    def _saving(self) -> contextlib.AbstractContextManager[Any]:
+        if not self.settings.offload:
+            return contextlib.nullcontext()
+        return saving(self.settings.offload, self.parameters)
+
+    def _parked(self, received: Values) -> Values:
+        if Offload.ACTIVATIONS not in self.settings.offload:
+            return received
+        return {value: to_host(tensor) for value, tensor in received.items()}
+
+    @contextlib.contextmanager
+    def _second_time(self, before: Saved) -> Iterator[None]:
+        """A forward that was counted already: norms do not gather, buffers are those of the first time."""
+        watching, self.norms.watching = self.norms.watching, False
+        try:
+            with self.buffers.as_they_were(before):
+                yield
+        finally:
+            self.norms.watching = watching
+
+
+def _detached(result: Any) -> Any:
+    return Loss(result.total.detach(), result.weight) if isinstance(result, Loss) else result

@@ -1,0 +1,115 @@
+"""One forward of the whole model, written down: which event made, read and changed which value.
+
+Values are numbered. A tensor that an event changes in place becomes a new value, made by that event, and so do all
+that share its memory. Inputs of the model, its buffers, and what glue computes from them alone are *free*: every stage
+has the inputs, so every stage computes them again; nothing of that is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Event:
+    """One atom call or glue function."""
+
+    name: str
+    atom: bool
+    line: str
+    reads: tuple[int, ...]  # values
+    makes: tuple[int, ...]  # one for each tensor in its result; an alias of an input keeps that input's number
+    changes: tuple[tuple[int, int], ...]  # (value before, value after) of tensors changed in place
+    parameters: tuple[str, ...]  # used anywhere inside
+    buffers: tuple[str, ...]  # the same; only those that the forward changes
+    free: bool
+    flops: float = 0.0
+    loose: bool = False  # reads a tensor that is no event's result: a constant, or one kept on the side
+    talks: bool = False  # its result holds more than tensors and None
+    aliases: bool = False  # it returns something that it was given, or changes it
+    region: int | None = None  # the user's checkpoint it is called in
+
+
+@dataclass
+class Value:
+    """What is known of one value from the example."""
+
+    made_by: int  # event, -1 for an input, a buffer or a constant
+    free: bool
+    grad: bool
+    bytes: int
+    storage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    asked: bool = False  # open code looked at its shape, type or device
+    read_by: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that open code did with a value between events, which only some cuts allow."""
+
+    what: str
+    value: int
+    at: int  # the next event
+    line: str
+
+
+@dataclass
+class Trace:
+    """All events of one forward, and what else must be known to cut it."""
+
+    events: list[Event]
+    values: list[Value]
+    returned: tuple[int, ...]  # the values in its result
+    quiet: frozenset[str]  # functions that only looked
+    results: list[Any]  # of every event, with empty tensors in it
+    hooks: tuple[Note, ...] = ()  # tensor hooks
+    looks: tuple[Note, ...] = ()  # at data that an event made: decisions
+    sides: tuple[Note, ...] = ()  # tensors that an event read though they were not handed to it
+    buffers: tuple[tuple[str, int], ...] = ()  # those that open code reads, and their values
+    inputs: frozenset[int] = frozenset()  # inputs that the forward changes in place
+    withheld: frozenset[type] = frozenset()  # objects in the result that hold what several stages made
+    answers: tuple[Any, ...] = ()  # of looks at data in open code: inputs of the same kind may take different paths
+    decided: int = 0  # the event before which the last of them was given
+    stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)  # by value; they hold nothing, so they are shared
+
+    @property
+    def asks(self) -> bool:
+        """Whether open code looked at the shape or type of something that is not the same on every stage."""
+        return any(value.asked and value.made_by >= 0 and not value.free for value in self.values)
+
+    def signature(self) -> tuple[Any, ...]:
+        """What two forwards have in common that take the same path, whatever their sizes."""
+        events = [
+            (e.name, e.reads, e.makes, e.changes, e.free, e.loose, e.talks, e.region is None) for e in self.events
+        ]
+        values = [(value.made_by, value.free, value.grad, value.asked) for value in self.values]
+        return (tuple(events), tuple(values), self.returned)
+
+    def parameters(self) -> dict[str, list[int]]:
+        """The events that use each parameter."""
+        users: dict[str, list[int]] = {}
+        for at, event in enumerate(self.events):
+            for name in event.parameters:
+                users.setdefault(name, []).append(at)
+        return users
+
+
+DATA = frozenset(
+    f"__{name}__" for name in ("array", "bool", "int", "float", "complex", "index", "contains")
+) | frozenset(("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"))
+HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+
+
+def answer(result: Any) -> Any:
+    """What a look at data said, in a form that can be compared; anything unusual is like nothing else."""
+    return result if isinstance(result, (bool, int, float, complex, list)) else object()
+
+
+def hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and type that holds nothing."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

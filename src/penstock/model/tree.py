@@ -1,0 +1,104 @@
+"""Tensors inside what models take and return: tuples, lists, dicts, named tuples, dataclasses, and their subclasses.
+
+A container is rebuilt only when something in it changes, and as its own type. Anything else is passed through as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # met for every torch function
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Every tensor in a value, in a fixed order."""
+    found: list[torch.Tensor] = []
+    _gather(value, found)
+    return found
+
+
+def _gather(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    else:
+        for part in parts(value):
+            _gather(part, found)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Every tensor and every plain value, in a fixed order."""
+    found: list[Any] = []
+    replace_leaves(value, found.append)
+    return found
+
+
+def replace(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same value with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    inner = parts(value)
+    if not inner:
+        return value
+    return _with(value, inner, [replace(part, change) for part in inner])
+
+
+def replace_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same value with every tensor and every plain value changed."""
+    if isinstance(value, torch.Tensor) or not is_container(value):
+        return change(value)
+    inner = parts(value)
+    return _with(value, inner, [replace_leaves(part, change) for part in inner])
+
+
+def is_container(value: Any) -> bool:
+    return isinstance(value, (tuple, list, Mapping)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def keys(value: Any) -> list[Any]:
+    """What the parts of a container are called."""
+    if isinstance(value, Mapping):
+        return list(value)
+    if isinstance(value, (tuple, list)):
+        return list(range(len(value)))
+    return [field.name for field in dataclasses.fields(value)]
+
+
+def parts(value: Any) -> Sequence[Any]:
+    """What a container holds; nothing, where the value is none."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return value  # type: ignore[no-any-return]
+    if kind in _PLAIN:
+        return ()
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (tuple, list)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return ()
+
+
+def _with(value: Any, before: Sequence[Any], after: list[Any]) -> Any:
+    if all(old is new for old, new in zip(before, after, strict=True)):
+        return value
+    if isinstance(value, tuple):
+        if hasattr(value, "_fields"):
+            return tuple.__new__(type(value), after)  # a named tuple's own rules do not know stand-ins
+        return type(value)(after)
+    if isinstance(value, list):
+        return type(value)(after)
+    fresh = copy.copy(value)
+    for key, part in zip(keys(value), after, strict=True):
+        if isinstance(value, Mapping):
+            fresh[key] = part
+        else:
+            object.__setattr__(fresh, key, part)  # a frozen dataclass too
+    return fresh

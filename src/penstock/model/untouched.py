@@ -1,0 +1,185 @@
+"""Running a model without leaving a trace in it: buffers, attributes and random states are put back.
+
+A trace and a check run the user's forward more often than the user asked for. Statistics, counters and random draws
+must not show it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from penstock.errors import SplitError
+from penstock.model import tree
+from penstock.model.walk import Walk, users_line
+
+_DRAWS = tuple(
+    name
+    for name, function in vars(random).items()
+    if isinstance(getattr(function, "__self__", None), random.Random) and name not in ("getstate", "setstate")
+)
+_OWN = frozenset(vars(nn.Module()))  # what torch keeps on every module
+
+
+class untouched:
+    """Put buffers, attributes and random states back as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers() if not buffer.is_meta]
+        self.attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in self.model.modules()]
+        self.chance = _chance()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def __exit__(self, *_: object) -> None:
+        for module, attributes, buffers in self.attributes:
+            if _differs(vars(module), attributes):
+                vars(module).clear()
+                vars(module).update(attributes)
+            if _differs(module._buffers, buffers):
+                module._buffers.clear()
+                module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, before in self.buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+        state, numpy_state, torch_state = self.chance
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        torch.random.set_rng_state(torch_state)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
+def copied(value: Any) -> Any:
+    """Inputs that a forward may change in place without the user's noticing."""
+    return tree.replace(value, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+
+
+def _chance() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+
+
+def _differs(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return now.keys() != before.keys() or any(now[name] is not before[name] for name in now)
+
+
+class no_side_effects:
+    """Refuse open code that draws from a random source of the host's, or keeps something on a module of the model's.
+
+    Open code runs once on every stage: draws would differ and counts would be too high. Inside an atom all is well, as
+    long as no other event reads what it has kept; `read` is told of every one that does. `now` is the running event.
+    """
+
+    def __init__(self, walk: Walk, now: Callable[[], int], read: Callable[[int], None]) -> None:
+        self.walk, self.now, self.read = walk, now, read
+        self.kept_inside: dict[tuple[int, str], int] = {}  # (module, attribute) -> the event that has set it
+
+    def __enter__(self) -> None:
+        self.draws = {name: getattr(random, name) for name in _DRAWS}
+        self.setattr = nn.Module.__setattr__
+        self.settle()
+        self.held = [_contents(module) for module in self.walk.layout.open]
+        for name, draw in self.draws.items():
+            setattr(random, name, self._watched(draw))
+        walk, keep = self.walk, self.setattr
+
+        def kept(module: nn.Module, name: str, value: Any) -> None:
+            if id(module) in walk.layout.names and not _same(getattr(module, name, None), value):
+                if not walk.inside:
+                    _refuse_state(f"{_named(walk, module)}.{name} set at {users_line()}")
+                self._watch_reads()
+                self.kept_inside[id(module), name] = self.now()
+            keep(module, name, value)
+
+        nn.Module.__setattr__ = kept  # type: ignore[assignment,method-assign]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for name, function in self.draws.items():
+            setattr(random, name, function)
+        nn.Module.__setattr__ = self.setattr  # type: ignore[method-assign]
+        if self.kept_inside:
+            del nn.Module.__getattribute__
+        if kind is not None:
+            return
+        for module, before in zip(self.walk.layout.open, self.held, strict=True):
+            for name, contents in _contents(module).items():
+                if before.get(name) != contents:
+                    _refuse_state(f"{_named(self.walk, module)}.{name} changed by forward")
+
+    def _watch_reads(self) -> None:
+        """From the first attribute that an atom sets on: few models do, and it makes every look at a module slow."""
+        if self.kept_inside:
+            return
+
+        def looked(module: nn.Module, name: str) -> Any:
+            made = self.kept_inside.get((id(module), name))
+            if made is not None and (made != self.now() or not self.walk.inside):
+                self.read(made)
+            return object.__getattribute__(module, name)
+
+        nn.Module.__getattribute__ = looked  # type: ignore[method-assign,assignment]
+
+    def settle(self) -> None:
+        """What has been drawn so far was drawn inside an atom."""
+        self.state: tuple[Any, Any] = (random.getstate(), _numpy())
+
+    def check(self) -> None:
+        """Find draws that came by another way than the names in `random`."""
+        if self.state != (random.getstate(), _numpy()):
+            _refuse_draw(f"one before {users_line()}")
+
+    def _watched(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            if not self.walk.inside:
+                _refuse_draw(f"one at {users_line()}")
+            return draw(*args, **kwargs)
+
+        return asked
+
+
+def _refuse_draw(where: str) -> None:
+    raise SplitError(
+        "a forward that takes the same path on every rank, without draws from Python's or numpy's random between "
+        "its submodules",
+        where,
+        "draw inside one block, or hand the decision in as an input",
+    )
+
+
+def _refuse_state(where: str) -> None:
+    raise SplitError(
+        "no state kept on a module that a cut goes through: its code runs on every stage",
+        where,
+        "keep it inside one block, or return it and pass it on",
+    )
+
+
+def _numpy() -> tuple[Any, ...]:
+    state = np.random.get_state(legacy=True)
+    return (state[1].tobytes(), *state[2:])  # type: ignore[index]
+
+
+def _same(old: Any, new: Any) -> bool:
+    plain = (bool, int, float, str, type(None))
+    return old is new or (type(old) is type(new) and isinstance(new, plain) and bool(old == new))
+
+
+def _contents(module: nn.Module) -> dict[str, list[int]]:
+    """Identities of what a module's own lists, sets and dicts hold, hooks and the like left out."""
+    return {
+        name: [id(item) for item in (held.values() if isinstance(held, dict) else held)]
+        for name, held in vars(module).items()
+        if isinstance(held, (list, set, dict)) and (name == "_buffers" or name not in _OWN)
+    }
+
+
+def _named(walk: Walk, module: nn.Module) -> str:
+    return walk.layout.names[id(module)] or type(module).__name__

@@ -1,0 +1,165 @@
+"""Running a model's own forward and meeting every event in it.
+
+Cutting a model between two of its submodules means that the code around them, the forwards of the modules that contain
+the cut, is run by every stage. Those modules are *open*. What open code does is a sequence of *events*: a call of a
+submodule that is not open (an *atom*, run or skipped as a whole), or a torch function between atoms (*glue*). A trace
+records the events of one forward; a replay runs those of one stage and skips the others. Both are walks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+_CALL = nn.Module.__call__
+_APPLY = vars(torch.autograd.Function)["apply"]  # the classmethod itself: taken from the class it would be bound to it
+_LIBRARIES = ("torch", "penstock", "contextlib", "functools", "random", "copy")
+
+
+class Layout:
+    """What every walk of one model needs to know of it, found once: walking is done for each micro-batch and stage."""
+
+    def __init__(self, model: nn.Module, opened: frozenset[str]) -> None:
+        self.model = model
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.modules = tuple(model.modules())
+        self.open = tuple(module for name, module in model.named_modules() if name in opened)
+        self.opened = frozenset(map(id, self.open))
+        self.parameters: dict[int, str] = {}  # identity -> name; tied ones have the first of theirs
+        self._read_parameters()
+
+    def is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter of the model, even one given to it since."""
+        if not isinstance(tensor, nn.Parameter):
+            return False
+        if id(tensor) not in self.parameters:
+            self._read_parameters()
+        return id(tensor) in self.parameters
+
+    def _read_parameters(self) -> None:
+        self.parameters = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            self.parameters.setdefault(id(parameter), name)
+
+
+class Walk(TorchFunctionMode):
+    """A forward under observation. Subclasses say what an atom call and a torch function do."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.layout = layout
+        self.inside = False  # an event is running: its own calls are nobody's business
+
+    def atom(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def glue(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def made_inside(self, result: Any) -> Any:
+        """What a custom Function inside an event gave."""
+        return result
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward under this walk."""
+        with watching():
+            watching.walk, before = self, watching.walk
+            try:
+                with self:
+                    return self.layout.model(*args, **kwargs)
+            finally:
+                watching.walk = before
+
+    def native(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run something as if nobody watched."""
+        self.inside = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.inside = False
+
+    def hidden(self, meet: Callable[..., Any], *arguments: Any) -> Any:
+        """Meet an event with the mode off, as torch does for functions: an atom runs at full speed."""
+        mine = torch.overrides._get_current_function_mode() is self  # type: ignore[no-untyped-call]
+        if mine:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            return meet(*arguments)
+        finally:
+            if mine:
+                super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.inside:
+            return func(*args, **(kwargs or {}))
+        return self.glue(_name(func), func, args, kwargs or {})
+
+
+class watching:
+    """Calls of modules and of autograd Functions come to the running walk first. May be entered inside itself.
+
+    Every walk enters it; whoever runs many of them does so once around all, for changing a class that all modules
+    inherit from makes Python forget what it has looked up in each of them.
+    """
+
+    depth = 0
+    walk: Walk | None = None
+
+    def __enter__(self) -> None:
+        if not watching.depth:
+            nn.Module.__call__ = _call  # type: ignore[method-assign]
+            torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+        watching.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        watching.depth -= 1
+        if not watching.depth:
+            nn.Module.__call__ = _CALL  # type: ignore[method-assign]
+            torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    walk = watching.walk
+    if walk is None or walk.inside or id(module) in walk.layout.opened:
+        return _CALL(module, *args, **kwargs)
+    name = walk.layout.names.get(id(module), f"({type(module).__name__})")
+    return walk.hidden(walk.atom, name, partial(_CALL, module), args, kwargs)
+
+
+def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    walk, run = watching.walk, _APPLY.__func__
+    if walk is None:
+        return run(cls, *args, **kwargs)
+    if walk.inside:
+        return walk.made_inside(run(cls, *args, **kwargs))
+    return walk.hidden(walk.glue, f"{cls.__module__}.{cls.__qualname__}.apply", partial(run, cls), args, kwargs)
+
+
+_names: dict[Any, str] = {}
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name = _names.get(func)
+    if name is None:
+        name = _names[func] = resolve_name(func) or getattr(func, "__qualname__", repr(func))
+    return name
+
+
+def users_line() -> str:
+    """File and line of the innermost frame that is the user's, not a library's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] not in _LIBRARIES:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown line"

@@ -1,0 +1,284 @@
+"""What cannot be used is refused with one message, and the model is as it was; the pipeline then still works."""
+
+from __future__ import annotations
+
+import random
+import traceback
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import plain
+from penstock import InputError, Pipeline, schedule
+
+torch.set_num_threads(1)
+F64 = torch.float64
+
+
+def snapshot(model: nn.Module):
+    return (
+        plain.weights(model),
+        {name: buffer.clone() for name, buffer in model.named_buffers()},
+        [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        [module.training for module in model.modules()],
+        [len(module._forward_pre_hooks) for module in model.modules()],
+        torch.random.get_rng_state().tolist(),
+        random.getstate(),
+    )
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+class Refusal:
+    """Runs something that must be refused, sees that nothing has changed, and that the next step is right."""
+
+    def __init__(self, given: plain.Case, **options) -> None:
+        self.given = given
+        options = {"stages": 2, "microbatches": 4, "loss": given.loss} | options
+        self.pipe = Pipeline(given.fresh(), example=given.example, **options)
+        plain.backward(self.pipe.model.eval(), given.loss, *given.batches[1])  # gradients that someone left there
+        self.pipe.model.train()
+
+    def of(self, error: type[BaseException], match: str, inputs, target) -> str:
+        before = snapshot(self.pipe.model)
+        with pytest.raises(error, match=match) as caught:
+            self.pipe.step(inputs, target)
+        assert same(snapshot(self.pipe.model), before)
+        assert self.pipe.index == 0
+        assert not any(stage.kept or stage.queues for stage in self.pipe.stages)
+        return "".join(traceback.format_exception(caught.value))
+
+    def then_works(self) -> None:
+        model = self.given.fresh()
+        self.pipe.model.zero_grad()
+        self.pipe.step(*self.given.batches[0])
+        plain.backward(model, self.given.loss, *self.given.batches[0], 4 if self.given.by_parts else 1)
+        assert plain.off(plain.gradients(self.pipe.model), plain.gradients(model)) < 1e-12
+
+
+@pytest.fixture(params=["mlp", "conv"])
+def refusal(request) -> Refusal:
+    return Refusal(plain.case(request.param))
+
+
+def test_a_batch_smaller_than_m(refusal):
+    x, y = refusal.given.batches[0]
+    refusal.of(InputError, "at least 4 rows, one for each micro-batch, but got 3", x[:3], y[:3])
+    refusal.then_works()
+
+
+def test_an_empty_batch(refusal):
+    x, y = refusal.given.batches[0]
+    refusal.of(InputError, "a batch with rows, but got an empty one", x[:0], y[:0])
+    refusal.then_works()
+
+
+def test_no_tensor_at_all(refusal):
+    refusal.of(InputError, "at least one tensor that has rows", (), None)
+    refusal.then_works()
+
+
+def test_inputs_and_targets_of_different_batch_sizes(refusal):
+    x, y = refusal.given.batches[0]
+    refusal.of(InputError, r"same number of rows, but got \[7, 8\]", x, y[:7])
+    refusal.then_works()
+
+
+def test_two_inputs_of_different_batch_sizes():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x, y):
+            return self.b(self.a(x)) + y
+
+    x = torch.randn(8, 6)
+    pipe = Pipeline(Two(), example=(x[:2], x[:2]), stages=2, loss=F.mse_loss)
+    with pytest.raises(InputError, match=r"same number of rows, but got \[5, 8\]"):
+        pipe.step((x, x[:5]), x)
+    with pytest.raises(InputError, match=r"same number of rows, but got \[5, 8\]"):
+        pipe.forward((x, x[:5]))
+    pipe.step((x, x), x)
+
+
+def test_an_input_on_the_wrong_device(refusal):
+    x, y = refusal.given.batches[0]
+    refusal.of(InputError, "inputs on the model's device .*, but got meta; move them with .to", x.to("meta"), y)
+    refusal.then_works()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out, y: out - out.detach(), r"a loss to be a scalar, but got shape \("),
+        (lambda out, y: (out.sum(1), 4.0), r"the sum of \(sum, weight\) to be a scalar, but got shape \("),
+        (lambda out, y: out.sum().item(), "a loss to be a tensor, but got float; return the loss tensor itself"),
+        (lambda out, y: None, "a loss to be a tensor, but got NoneType"),
+        (lambda out, y: (out.sum(), 1.0, 2.0), r"a mean, or \(sum, weight\), but got 3 values"),
+        (
+            lambda out, y: (out.sum(), torch.ones(3)),
+            r"the weight of \(sum, weight\) to be a number, but got shape \(3,\)",
+        ),
+        (lambda out, y: (out.sum(), "many"), r"the weight of \(sum, weight\) to be a number, but got str"),
+        (lambda out, y: (out.sum(), 0.0), "a positive weight, but got 0.0; skip batches without targets"),
+        (lambda out, y: (out.sum(), float("nan")), "a positive weight, but got nan"),
+        (lambda out, y: out.detach().sum(), "depends on parameters which require grad, but got one that does not"),
+        (lambda out, y: out.sum() * float("nan"), "a finite loss, but got nan; look at the batch"),
+        (lambda out, y: out.sum().abs() * float("inf"), "a finite loss, but got inf"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"schedule": "zb-h1"}])
+def test_a_loss_that_cannot_be_used(loss, message, options):
+    given = plain.case("conv")
+    refused = Refusal(given, **options)
+    refused.pipe.loss = loss
+    refused.of(InputError, message, *given.batches[0])
+    refused.pipe.loss = given.loss
+    refused.then_works()
+
+
+def test_no_loss():
+    given = plain.case("mlp")
+    pipe = Pipeline(given.fresh(), example=given.example, stages=2)
+    for verb in (lambda: pipe.step(*given.batches[0]), lambda: pipe.evaluate(given.batches)):
+        with pytest.raises(InputError, match="a loss to train or evaluate, but got none; give loss= to the Pipeline"):
+            verb()
+
+
+def test_an_evaluation_of_nothing():
+    given = plain.case("mlp")
+    pipe = Pipeline(given.fresh(), example=given.example, stages=2, loss=given.loss)
+    with pytest.raises(InputError, match="a loader with something to score"):
+        pipe.evaluate([])
+    assert pipe.model.training
+
+
+def test_not_a_finite_gradient():
+    given = plain.case("mlp")
+    refused = Refusal(given, optimizer=plain.adamw, clip=1.0)
+    before = plain.weights(refused.pipe.model)
+    handle = refused.pipe.model[2].weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(InputError, match="finite gradients, but got nan; lower the learning rate"):
+        refused.pipe.step(*given.batches[0])
+    handle.remove()
+    assert plain.off(plain.weights(refused.pipe.model), before) == 0
+
+
+def build(**options) -> Pipeline:
+    given = plain.case("mlp")
+    options = {"example": given.example, "stages": 2, "loss": given.loss} | options
+    return Pipeline(given.fresh(), **options)
+
+
+class Foreign:
+    def __init__(self) -> None:
+        self.other = nn.Linear(2, 2)
+
+    def __call__(self, params):
+        return torch.optim.SGD([*params, *self.other.parameters()], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": Foreign()}, "an optimizer over the parameters it was given, but got 2 that are not the stage's"),
+        ({"optimizer": lambda params: None}, "optimizer= to make an optimizer, but got NoneType"),
+        (
+            {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)},
+            "optimizer= to be a function, but got SGD",
+        ),
+        ({"clip": 0.0}, "clip to be a positive norm, but got 0.0"),
+        ({"clip": -1.0}, "clip to be a positive norm"),
+        ({"accumulate": 0}, "accumulate to be at least 1 step, but got 0"),
+        ({"recompute": "sometimes"}, "one of never, except-last, always, but got 'sometimes'"),
+        ({"precision": "fp8"}, "precision to be bf16 or fp16, but got 'fp8'"),
+        ({"offload": "disk"}, "offload to be True, False, activations, weights or all"),
+        ({"microbatches": 0}, "microbatches to be a whole number of at least 1"),
+        ({"stages": 0}, "stages to be a whole number of at least 1"),
+        ({"stages": None}, "stages, cuts or a list of stage modules, but got none"),
+        ({"stages": 40}, "at most .* stages"),
+        ({"schedule": "pipedream"}, "a synchronous schedule of one mini-batch"),
+        ({"schedule": "1f2b"}, "the name of a method, but got '1f2b'; try 1f1b"),
+        ({"schedule": schedule("1f1b", stages=3, microbatches=4)}, "a schedule of 2 stages, but got 3"),
+        ({"schedule": schedule("1f1b", stages=2, microbatches=8)}, "a schedule of 4 micro-batches, but got 8"),
+        ({"cuts": ["4", "8"]}, "1 cuts for 2 pieces, but got 2"),
+        ({"cuts": ["nowhere"]}, "cuts to name submodules"),
+        ({"loss": 3}, "loss= to be a function, but got int"),
+        ({"example": torch.randn(2, 6, dtype=F64, device="meta")}, "inputs on the model's device"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_built(options, message):
+    with pytest.raises(InputError, match=message) as caught:
+        build(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_whose_parameters_all_are_frozen():
+    given = plain.case("mlp")
+    model = given.fresh().requires_grad_(False)
+    with pytest.raises(InputError, match=r"requires? grad"):
+        Pipeline(model, example=given.example, stages=2, loss=given.loss)
+
+
+class Trouble(Exception):
+    pass
+
+
+class Troubled(nn.Module):
+    """Raises when told to, in the forward or in the backward, from its third call on."""
+
+    def __init__(self, error: type[BaseException], where: str) -> None:
+        super().__init__()
+        self.error, self.where, self.armed, self.calls = error, where, False, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.armed and self.calls >= 3:
+            if self.where == "forward":
+                raise self.error("something of the user's own")
+            x.register_hook(self.fail)
+        return x
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        raise self.error("something of the user's own")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("error", [Trouble, RuntimeError, ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"schedule": "zb-h1"}, {"schedule": "gpipe"}])
+def test_an_exception_in_a_users_layer_keeps_its_type_and_traceback(error, where, options):
+    given = plain.case("conv")
+    layers = list(given.model)
+    troubled = Troubled(error, where)
+    given = plain.Case(nn.Sequential(*layers[:14], troubled, *layers[14:]), given.loss, given.batches, by_parts=True)
+    refused = Refusal(given, **options)
+    here = next(module for module in refused.pipe.model if isinstance(module, Troubled))
+    here.armed, here.calls = True, 0
+    text = refused.of(error, "something of the user's own", *given.batches[0])
+    assert 'raise self.error("something of the user\'s own")' in text
+    here.armed = False
+    refused.then_works()
+
+
+def test_a_failed_step_keeps_what_was_accumulated_before_it():
+    given = plain.case("mlp")
+    pipe = Pipeline(given.fresh(), example=given.example, stages=2, loss=given.loss, accumulate=2)
+    pipe.step(*given.batches[0])
+    with pytest.raises(InputError, match="finite loss"):
+        pipe.step(given.batches[1][0] * float("nan"), given.batches[1][1])
+    pipe.step(*given.batches[1])
+    model = given.fresh()
+    x, y = (torch.cat([batch[side] for batch in given.batches[:2]]) for side in (0, 1))
+    plain.backward(model, given.loss, x, y)
+    assert plain.off(plain.gradients(pipe.model), plain.gradients(model)) < 1e-12

@@ -1,0 +1,114 @@
+"""The first step warns when a mean hides its weights, and only then."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import plain
+from penstock import Pipeline
+
+torch.set_num_threads(1)
+
+
+def first_step(model: nn.Module, loss, x, y, **options) -> list[str]:
+    """The warnings of a first step."""
+    pipe = Pipeline(model, example=x[:2], stages=2, microbatches=4, loss=loss, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe.step(x, y)
+        pipe.step(x, y)
+    return [str(one.message) for one in caught]
+
+
+def some_ignored(rows: int = 8):
+    x, y = plain.with_ignored(rows)
+    y[:, 0] = 1  # no micro-batch without any: its mean would be no number
+    return x, y
+
+
+def test_a_mean_over_counted_tokens_is_told_to_return_sum_and_weight():
+    (message,) = first_step(plain.GPT().double(), plain.mean_token_loss, *some_ignored())
+    assert "return (sum, weight)" in message
+    assert "over 4 micro-batches" in message
+
+
+def test_sum_and_weight_is_right_and_quiet():
+    assert first_step(plain.GPT().double(), plain.counted_token_loss, *some_ignored()) == []
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_a_mean_over_rows_is_quiet(precision):
+    assert first_step(plain.GPT(), plain.token_loss, plain.tokens(8), plain.tokens(8), precision=precision) == []
+
+
+def test_unequal_micro_batches_are_quiet():
+    assert first_step(plain.GPT(), plain.token_loss, plain.tokens(7), plain.tokens(7)) == []
+
+
+def test_batch_norm_raises_no_alarm():
+    given = plain.case("conv")
+    assert first_step(given.fresh(), given.loss, *given.batches[0]) == []
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.5), "functional"])
+def test_dropout_raises_no_alarm(drop):
+    class Functional(nn.Module):
+        def forward(self, x):
+            return F.dropout(x, 0.5, self.training)
+
+    layer = Functional() if drop == "functional" else drop
+    given = plain.case("mlp")
+    model = nn.Sequential(nn.Linear(6, 6), layer, nn.Linear(6, 6), layer, nn.Linear(6, 6)).double()
+    assert first_step(model, given.loss, *given.batches[0]) == []
+
+
+def test_dropout_does_not_hide_a_hidden_weight():
+    model = plain.GPT().double()
+    model.blocks[3].register_forward_hook(lambda module, args, out: F.dropout(out, 0.3))
+    assert len(first_step(model, plain.mean_token_loss, *some_ignored())) == 1
+
+
+def test_a_balance_loss_raises_no_alarm():
+    given = plain.case("mlp")
+    loss = lambda out, y: F.mse_loss(out[0], y) + 0.1 * out[1]  # noqa: E731
+    assert first_step(plain.Mixture().double(), loss, *given.batches[0]) == []
+
+
+class Scored(nn.Module):
+    """A model that computes its loss itself, as those of the transformers library do."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.gpt, self.drop = plain.GPT(), nn.Dropout(drop)
+
+    def forward(self, ids, labels):
+        logits = self.drop(self.gpt(ids))
+        return {"loss": plain.mean_token_loss(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize(("labels", "drop", "alarms"), [("ignored", 0.0, 1), ("all", 0.0, 0), ("all", 0.3, 0)])
+def test_a_loss_inside_the_model(labels, drop, alarms):
+    x, y = some_ignored() if labels == "ignored" else (plain.tokens(8), plain.tokens(8))
+    pipe = Pipeline(
+        Scored(drop).double(), example=(x[:2], y[:2]), stages=2, microbatches=4, loss=lambda out, _: out["loss"]
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe.step((x, y))
+    assert len(caught) == alarms
+
+
+def test_the_comparison_leaves_no_trace():
+    given = plain.case("conv")
+    model = given.fresh()
+    pipe = Pipeline(model, example=given.example, stages=2, microbatches=4, loss=given.loss)
+    state = torch.random.get_rng_state()
+    pipe.step(*given.batches[0])
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [int(b) for n, b in model.named_buffers() if n.endswith("tracked")] == [1] * 8
+    assert all(stage.forwards == 4 for stage in pipe.stages)

@@ -1,0 +1,121 @@
+"""Dropout depends on (seed, step, stage, micro-batch) and on nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import plain
+from penstock import Pipeline
+
+torch.set_num_threads(1)
+F64 = torch.float64
+
+
+def dropping() -> plain.Case:
+    torch.manual_seed(4)
+    layers = [part for _ in range(8) for part in (nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.4))]
+    return plain.Case(nn.Sequential(*layers).to(F64), F.mse_loss, plain.case("mlp").batches)
+
+
+def run(given: plain.Case, **options):
+    options = {"stages": 4, "microbatches": 8, "loss": given.loss, "optimizer": plain.adamw} | options
+    pipe = Pipeline(given.fresh(), example=given.example, **options)
+    return [step.loss for step in pipe.train(given.batches)], plain.weights(pipe.model)
+
+
+@pytest.mark.parametrize("recompute", ["never", "except-last", "always"])
+@pytest.mark.parametrize("method", ["naive", "gpipe", "1f1b", "dapple", "zb-h1", "zb-h2"])
+def test_same_results_for_every_schedule_with_and_without_recompute(method, recompute):
+    given = dropping()
+    losses, weights = run(given, schedule="1f1b")
+    found, after = run(given, schedule=method, recompute=recompute)
+    assert found == pytest.approx(losses, rel=1e-12)
+    assert plain.off(after, weights) < 1e-11
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_chunked_schedules_agree_with_each_other(recompute):
+    given = dropping()
+    wanted = run(given, stages=2, chunks=2, schedule="interleaved")[0]
+    for method in ("zb-v", "dualpipe-v"):
+        assert run(given, stages=2, schedule=method, recompute=recompute)[0] == pytest.approx(
+            wanted, rel=plain.BITS, abs=0
+        )
+
+
+def test_the_seed_decides():
+    given = dropping()
+    assert run(given, seed=1)[0] == pytest.approx(run(given, seed=1)[0], rel=1e-12)
+    assert run(given, seed=1)[0] != pytest.approx(run(given, seed=2)[0])
+    assert run(given, seed=-1)[0] == pytest.approx(run(given, seed=-1)[0], rel=1e-12)
+
+
+class Watched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.masks.append(F.dropout(torch.ones_like(x), 0.5, self.training))
+        return x * self.masks[-1]
+
+
+def test_masks_differ_between_steps_stages_and_micro_batches_and_repeat_when_recomputed():
+    model = nn.Sequential(nn.Linear(6, 6), Watched(), nn.Linear(6, 6), Watched()).to(F64)
+    x = torch.randn(32, 6, dtype=F64)
+    pipe = Pipeline(
+        model, example=x[:8], cuts=["2"], microbatches=4, loss=lambda out, _: out.mean(), recompute="always"
+    )
+    for layer in (model[1], model[3]):
+        layer.masks.clear()
+    pipe.step(x)
+    for layer in (model[1], model[3]):
+        layer.masks[8:] = []  # the first step's comparison with the whole batch
+    pipe.step(x)
+    masks = [mask for layer in (model[1], model[3]) for mask in layer.masks]
+    assert len(masks) == 2 * 2 * 2 * 4  # layers, steps, runs, micro-batches
+    distinct = {tuple(mask.flatten().tolist()) for mask in masks}
+    assert len(distinct) == 2 * 2 * 4
+
+
+class Skipping(nn.Module):
+    """Drops itself by Python's or NumPy's generator, inside one block."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.draw, self.layer = draw, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.draw() < 0.5 else x + torch.tanh(self.layer(x))
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: np.random.random()])
+def test_layer_drop_is_the_same_when_recomputed_and_for_every_schedule(draw):
+    torch.manual_seed(4)
+    model = nn.Sequential(*(Skipping(draw) for _ in range(8))).to(F64)
+    given = plain.Case(model, F.mse_loss, plain.case("mlp").batches)
+    losses, weights = run(given)
+    for options in ({"recompute": "always"}, {"schedule": "gpipe"}, {"schedule": "zb-h1", "recompute": "always"}):
+        found, after = run(given, **options)
+        assert found == pytest.approx(losses, rel=1e-12)
+        assert plain.off(after, weights) < 1e-11
+
+
+def test_the_users_generators_are_left_alone():
+    given = dropping()
+    pipe = Pipeline(given.fresh(), example=given.example, stages=2, microbatches=4, loss=given.loss)
+
+    def states():
+        return torch.random.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+    before = states()
+    pipe.step(*given.batches[0])
+    pipe.forward(given.batches[0][0])
+    pipe.evaluate(given.batches)
+    assert states() == before
