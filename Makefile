@@ -29,6 +29,8 @@ unit: install
 bench: install
 	$(BIN)/python -m benchmarks.simulator --large
 	$(BIN)/python -m benchmarks.auto --sets 6
+	$(BIN)/python -m benchmarks.split_backward
+	$(BIN)/python -m benchmarks.inline
 
 pictures: install
 	$(BIN)/penstock simulate --schedule zb-v --stages 4 --microbatches 8 --svg docs/pictures/zb-v.svg > /dev/null

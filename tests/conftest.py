@@ -23,6 +23,8 @@ def pytest_configure(config):
         import torch
 
         torch.set_default_device(config.getoption("--device"))
+        for said in ("Attempting to run cuBLAS", "RNN module weights are not part of single contiguous"):
+            config.addinivalue_line("filterwarnings", f"ignore:{said}")  # torch's own, about speed
 
 
 def pytest_collection_modifyitems(config, items):
@@ -30,3 +32,5 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.path.parent.name in ROOMS:
                 item.add_marker(pytest.mark.gpu)
+            if item.get_closest_marker("cpu_only"):
+                item.add_marker(pytest.mark.skip(reason="tensors that must be in host memory"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -13,12 +15,12 @@ MIB = 2**20
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def peak(model: nn.Module, x: torch.Tensor, **options) -> tuple[float, float, dict[str, torch.Tensor]]:
+def peak(x: torch.Tensor, **options) -> tuple[float, float, dict[str, torch.Tensor]]:
     """MiB on the device between steps and at the most during one, over what was there; and the weights after three."""
-    torch.cuda.empty_cache()
+    gc.collect()
     before = torch.cuda.memory_allocated()
     pipe = Pipeline(
-        model.cuda(),
+        deep(),
         example=x[:2],
         stages=4,
         schedule="gpipe",
@@ -38,13 +40,14 @@ def peak(model: nn.Module, x: torch.Tensor, **options) -> tuple[float, float, di
 
 def deep() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048, bias=False), nn.Tanh()) for _ in range(16)))
+    layers = (nn.Sequential(nn.Linear(2048, 2048, bias=False), nn.Tanh()) for _ in range(16))
+    return nn.Sequential(*layers).cuda()
 
 
 def test_weights_of_stages_that_wait_leave_the_device():
     x = torch.randn(8, 2048, device="cuda")  # 16 layers of 16 MiB
-    rests, most, weights = peak(deep(), x)
-    rests_off, most_off, weights_off = peak(deep(), x, offload="weights")
+    rests, most, weights = peak(x)
+    rests_off, most_off, weights_off = peak(x, offload="weights")
     assert rests > 255
     assert rests_off < 80  # one stage of four
     assert most_off < most - 150
@@ -53,7 +56,7 @@ def test_weights_of_stages_that_wait_leave_the_device():
 
 def test_activations_that_wait_leave_the_device():
     x = torch.randn(4 * 2048, 2048, device="cuda")  # 16 MiB a micro-batch and layer, twice
-    _, most, weights = peak(deep(), x)
-    _, most_off, weights_off = peak(deep(), x, offload="activations")
-    assert most_off < most - 1000
+    _, most, weights = peak(x)
+    _, most_off, weights_off = peak(x, offload="activations")
+    assert most_off < most - 900  # of 1024: what crosses between stages stays
     assert plain.off(weights_off, weights) == 0

@@ -667,6 +667,7 @@ def test_an_atom_that_returns_its_own_weight():
     check(stack(4, body, gives=Gives(WIDTH, WIDTH)), row(), BATCHES, cuts=["blocks.0", "blocks.1", "blocks.3"])
 
 
+@pytest.mark.cpu_only
 def test_packed_sequences():
     from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -697,6 +698,7 @@ def test_glue_that_draws_random_numbers_draws_them_once():
     assert_same_result(ours, model(BATCHES[1]))
 
 
+@pytest.mark.cpu_only
 def test_constants_made_outside_torch():
     import numpy as np
 

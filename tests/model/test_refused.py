@@ -147,7 +147,9 @@ def test_layer_drop_by_torch_between_blocks():
     assert "decision" in refuses(body)
 
 
-@pytest.mark.parametrize("how", ["bool", "item", "tolist", "numpy", "shape by data"])
+@pytest.mark.parametrize(
+    "how", ["bool", "item", "tolist", pytest.param("numpy", marks=pytest.mark.cpu_only), "shape by data"]
+)
 def test_data_dependent_control_flow_across_a_cut(how):
     def body(m, x):
         x = m.blocks[0](x)

@@ -43,7 +43,6 @@ class Optimizers:
         clip: float | None,
         accumulate: int,
         fp16: bool,
-        turn: Callable[[int], None] = lambda stage: None,
     ) -> None:
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
             raise InputError("clip to be a positive norm", clip, "correct clip or leave it out")
@@ -55,7 +54,8 @@ class Optimizers:
         self.schedulers = (
             [make_scheduler(optimizer) for optimizer in self.optimizers.values()] if make_scheduler else []
         )
-        self.clip, self.accumulate, self.fp16, self.turn = clip, accumulate, fp16, turn
+        self.clip, self.accumulate, self.fp16 = clip, accumulate, fp16
+        self.turn: Callable[[int], None] = lambda stage: None  # told whose weights are needed next
         self.scale = 2.0**16 if fp16 else 1.0
         self.good = 0  # updates since the scale changed
         self.fresh: Gradients = {}

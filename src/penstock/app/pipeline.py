@@ -93,10 +93,12 @@ class Pipeline:
         if verify:
             compare_with_whole(self.split, args, kwargs)
         owned = [self.split.parameters(stage) for stage in range(self.split.pieces)]
-        swap = Swap(used if Offload.WEIGHTS in moves else [[] for _ in used], self.device)
-        self.engine = InlineEngine(proven, self.stages, swap.turn)
-        self.optimizers = Optimizers(owned, optimizer, lr_scheduler, clip, accumulate, precision == "fp16", swap.turn)
+        self.optimizers = Optimizers(owned, optimizer, lr_scheduler, clip, accumulate, precision == "fp16")
         self.trained = [parameter.requires_grad for parameter in self.optimizers.parameters]
+        # Last, when nothing is left to refuse: from here on weights may move.
+        swap = Swap(used if Offload.WEIGHTS in moves else [[] for _ in used], self.device)
+        self.split.tracing, self.optimizers.turn = swap.whole, swap.turn
+        self.engine = InlineEngine(proven, self.stages, swap.turn)
 
     def step(self, inputs: Any, target: Any = None) -> Step:
         """One synchronous step over a batch: all micro-batches forward and backward, then the update."""
@@ -226,13 +228,12 @@ def _unchanged(result: Any, target: Any, rows: int) -> Any:
 def _used(split: Split) -> list[list[nn.Parameter]]:
     """The parameters of each stage's forward: a tied one on every stage that uses it, an unused one on its owner's."""
     named = dict(split.model.named_parameters(remove_duplicate=False))
-    path = next(iter(split.paths.values()))[0]
     used: list[dict[int, nn.Parameter]] = [
         {id(p): p for p in split.parameters(stage).values()} for stage in range(split.pieces)
     ]
-    for name, events in path.trace.parameters().items():
+    for name, events in split.first.trace.parameters().items():
         for stage in range(split.pieces):
-            first, last = path.span(stage)
+            first, last = split.first.span(stage)
             if any(first <= event < last for event in events):
                 used[stage][id(named[name])] = named[name]
     return [list(stage.values()) for stage in used]

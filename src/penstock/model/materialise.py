@@ -93,9 +93,9 @@ def traceable(model: nn.Module, inputs: Any) -> Iterator[Any]:
 
 
 def materialise(
-    model: nn.Module, names: Iterable[str], device: torch.device | str = "cpu", load: Load | None = None
+    model: nn.Module, names: Iterable[str], device: torch.device | str | None = None, load: Load | None = None
 ) -> None:
-    """Give memory and values to the parameters named, under every name they have.
+    """Give memory and values to the parameters named, under every name they have, on a device (torch's default one).
 
     Values come from `load`, or else from `reset_parameters` of the layers they belong to.
     """
@@ -107,7 +107,9 @@ def materialise(
     for same in aliases.values():
         if wanted.intersection(same) and model.get_parameter(same[0]).is_meta:
             old = model.get_parameter(same[0])
-            new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+            new = nn.Parameter(
+                torch.empty_like(old, device=device or torch.get_default_device()), requires_grad=old.requires_grad
+            )
             for name in same:
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._parameters[leaf] = new

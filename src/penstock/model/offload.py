@@ -7,7 +7,8 @@ nothing moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Flag
 from typing import Any
 
@@ -84,9 +85,21 @@ class Swap:
 
     def turn(self, stage: int) -> None:
         """Stage `stage` runs next."""
-        if self.idle:
-            return
-        wanted = {id(p): p for p in self.used[stage]}
+        if not self.idle:
+            self._have({id(p): p for p in self.used[stage]})
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """All weights on the device, for a run of the whole model."""
+        before = dict(self.here)
+        if not self.idle:
+            self._have({id(p): p for stage in self.used for p in stage})
+        try:
+            yield
+        finally:
+            self._have(before)
+
+    def _have(self, wanted: dict[int, nn.Parameter]) -> None:
         for key in [key for key in self.here if key not in wanted]:
             self._park(key, self.here.pop(key))
         for key, p in wanted.items():

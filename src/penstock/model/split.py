@@ -73,6 +73,8 @@ class Split:
         _refuse_compiled(model)
         self.model, self.pieces = model, pieces
         self.cuts: list[tuple[str, int]] = []
+        # Around a trace, which runs the whole model: weights that wait elsewhere come home for it.
+        self.tracing: Callable[[], AbstractContextManager[Any]] = nullcontext
         if pieces == 1:
             self.layout = Layout(model, frozenset())  # nothing to cut: the model itself is the one atom
             seen = trace(self.layout, args, kwargs)
@@ -99,7 +101,9 @@ class Split:
         for path in self.paths.get(kind, ()):
             if self._takes(path, sizes, args, kwargs):
                 return path.noted(sizes, Passage())
-        return self._learn(trace(self.layout, args, kwargs), kind, sizes)
+        with self.tracing():
+            seen = trace(self.layout, args, kwargs)
+        return self._learn(seen, kind, sizes)
 
     def _learn(self, seen: Trace, kind: Any, sizes: Any) -> Path:
         known = self.paths.setdefault(kind, [])
