@@ -12,6 +12,7 @@ from torch import nn
 
 import plain
 from penstock import InputError, Pipeline, schedule
+from penstock.model.materialise import weightless
 
 torch.set_num_threads(1)
 F64 = torch.float64
@@ -282,3 +283,10 @@ def test_a_failed_step_keeps_what_was_accumulated_before_it():
     x, y = (torch.cat([batch[side] for batch in given.batches[:2]]) for side in (0, 1))
     plain.backward(model, given.loss, x, y)
     assert plain.off(plain.gradients(pipe.model), plain.gradients(model)) < 1e-12
+
+
+def test_a_weightless_model_is_refused_and_says_how_to_give_it_weights():
+    with weightless():
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with pytest.raises(InputError, match=r"a model with weights.*weightless one.*materialise\("):
+        Pipeline(model, example=torch.zeros(2, 8), stages=2, microbatches=2)

@@ -23,6 +23,7 @@ from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
 from penstock.model.chain import Chain
 from penstock.model.loss import Loss, Total, read_loss, total_of
+from penstock.model.materialise import is_weightless
 from penstock.model.offload import Offload, Swap
 from penstock.model.seeding import random_states_kept
 from penstock.model.split import Split
@@ -74,6 +75,9 @@ class Pipeline:
             stages, cuts = len(model.stages), [f"stages.{i}" for i in range(1, len(model.stages))]
         if loss is not None and not callable(loss):
             raise InputError("loss= to be a function", type(loss).__name__, "give loss=lambda result, target: ...")
+        if is_weightless(model):
+            advice = "give it weights first: materialise(model, [name for name, _ in model.named_parameters()])"
+            raise InputError("a model with weights, as one process runs all stages", "a weightless one", advice)
         self.model, self.loss, self.microbatches, self.index = model, loss, microbatches, 0
         self.device = home_of(model)
         args, kwargs = as_call(example)
