@@ -9,7 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import Cluster, Device, InputError, Layer, Level, Plan, Profile, StagePlan, Timeline, schedule, simulate
+from penstock import (
+    Cluster,
+    Device,
+    FormatError,
+    InputError,
+    Layer,
+    Level,
+    Plan,
+    Profile,
+    Schedule,
+    StagePlan,
+    Timeline,
+    schedule,
+    simulate,
+)
 from penstock.core.shape import Law, Shape, Sharing
 
 LEVELS = (Level("host", 2, 10.0, 0.5), Level("network", 3, 1.0, 2.0, reduce_bandwidth=4.0, shared=True))
@@ -105,3 +119,19 @@ def test_timeline_json_keeps_times_and_memory():
 def test_refusals_name_the_value_and_the_rule(make, said):
     with pytest.raises(InputError, match=said):
         make()
+
+
+@pytest.mark.parametrize("noun", [Cluster, Plan, Profile, Schedule, Shape, Timeline])
+@pytest.mark.parametrize(
+    "data", [{}, [], None, {"devices": 3, "layers": 3, "stages": 3, "slots": 3, "timeline": 3, "name": 3}]
+)
+def test_json_of_another_form_gets_one_message(noun, data):
+    with pytest.raises(FormatError, match=r"^JSON: expected .*; (write it with to_json|correct the data)$"):
+        noun.from_json(data)
+
+
+def test_json_with_an_unknown_law_names_it():
+    data = schedule("1f1b", stages=2, microbatches=2).to_json()
+    data["schedule"]["law"] = "bogus"
+    with pytest.raises(FormatError, match="bogus"):
+        Schedule.from_json(data)

@@ -345,3 +345,16 @@ def test_traffic_that_no_edge_carries_is_refused_and_not_lost():
     assert (
         simulate(schedule("gpipe", stages=3, microbatches=2, edges=[(0, 1), (0, 2), (1, 2)]), **arguments).makespan > 0
     )
+
+
+def test_one_way_in_serves_two_senders_in_the_order_of_asking():
+    # Both send to host 2; stage 1 asks at 1, 2, 3 and stage 0 at 1.5, 3, 4.5.
+    cluster = Cluster.uniform((Level("host", 1, 1e9), Level("network", 3, 10.0, shared=True)))
+    layers = tuple(Layer(str(i), forward, 1, 1, output_bytes=2.0) for i, forward in enumerate((1.5, 1.0, 1.0)))
+    built = schedule("gpipe", stages=3, microbatches=3, edges=[(0, 2), (1, 2)])
+    line = simulate(built, profile=Profile(layers, ((0, 2), (1, 2))), plan=placed(0, 1, 2, m=3), cluster=cluster)
+    sends = line.schedule.rows.op == Op.SEND_F
+    starts = sorted(zip(line.start[sends].tolist(), line.schedule.slot_of_rows()[sends].tolist(), strict=True))
+    assert starts == [
+        (pytest.approx(begin), slot) for begin, slot in ((1, 1), (1.5, 0), (2, 1), (3, 0), (3.2, 1), (4.5, 0))
+    ]

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite, prod
 from typing import Any
 
+from penstock.core.given import from_json_of
 from penstock.errors import InputError
 
 
@@ -82,5 +83,6 @@ class Cluster:
         return {"devices": [asdict(d) for d in self.devices], "levels": [asdict(level) for level in self.levels]}
 
     @classmethod
+    @from_json_of("cluster")
     def from_json(cls, data: dict[str, Any]) -> Cluster:
         return cls(tuple(Device(**d) for d in data["devices"]), tuple(Level(**level) for level in data["levels"]))

@@ -1,14 +1,17 @@
-"""What callers hand in: whole numbers, numbers and truths, or one message that says otherwise."""
+"""What callers hand in: whole numbers, numbers, truths and JSON, or one message that says otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InputError
+from penstock.errors import FormatError, InputError, PenstockError
 
+Noun = TypeVar("Noun")
 Numbers = float | Sequence[float] | npt.NDArray[np.float64]
 
 
@@ -37,3 +40,23 @@ def numbers(what: str, value: object) -> npt.NDArray[np.float64]:
     if found.ndim != 1 or not (np.isfinite(found).all() and (found >= 0).all()):
         raise InputError(f"{what} to be finite and 0 or more", found.tolist(), f"correct {what}")
     return found
+
+
+def from_json_of(what: str) -> Callable[[Callable[[Any, Any], Noun]], Callable[[Any, Any], Noun]]:
+    """Mark a noun's `from_json`: data that is not of its form gets one message, whatever is wrong with it."""
+
+    def reader(read: Callable[[Any, Any], Noun]) -> Callable[[Any, Any], Noun]:
+        @wraps(read)
+        def checked(cls: Any, data: Any) -> Noun:
+            try:
+                return read(cls, data)
+            except PenstockError:
+                raise
+            except KeyError as error:
+                raise FormatError("JSON", f"the key {error} in a {what}", "none", "write it with to_json") from None
+            except (TypeError, ValueError, IndexError, AttributeError) as error:
+                raise FormatError("JSON", f"a {what} as to_json writes it", str(error), "correct the data") from None
+
+        return checked
+
+    return reader

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from penstock.core.given import from_json_of
 from penstock.errors import InputError
 
 
@@ -89,6 +90,7 @@ class Plan:
         }
 
     @classmethod
+    @from_json_of("plan")
     def from_json(cls, data: dict[str, Any]) -> Plan:
         return cls(
             stages=tuple(StagePlan(**stage) for stage in data["stages"]),

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import Any
 
+from penstock.core.given import from_json_of
 from penstock.errors import InputError
 
 
@@ -79,6 +80,7 @@ class Profile:
         }
 
     @classmethod
+    @from_json_of("profile")
     def from_json(cls, data: dict[str, Any]) -> Profile:
         layers = tuple(Layer(**layer) for layer in data["layers"])
         return cls(layers, tuple((a, b) for a, b in data["edges"]), data["samples"], data["device"])

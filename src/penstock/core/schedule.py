@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.action import COMPUTE, Action, Op
+from penstock.core.given import from_json_of
 from penstock.core.shape import IntArray, Shape
 from penstock.errors import InputError
 
@@ -143,6 +144,7 @@ class Schedule:
         return {"schedule": self.shape.to_json(), "lowered": self.lowered, "slots": self.words()}
 
     @classmethod
+    @from_json_of("schedule")
     def from_json(cls, data: dict[str, Any]) -> Schedule:
         slots = [[Action.parse(word) for word in words] for words in data["slots"]]
         return cls.of_slots(Shape.from_json(data["schedule"]), slots, bool(data["lowered"]))

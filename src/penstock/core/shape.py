@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.given import from_json_of
 from penstock.errors import InputError
 
 IntArray = npt.NDArray[np.int32]
@@ -175,6 +176,7 @@ class Shape:
         }
 
     @classmethod
+    @from_json_of("schedule")
     def from_json(cls, data: dict[str, Any]) -> Shape:
         return cls(
             name=data["name"],

@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.cost import Costs
+from penstock.core.given import from_json_of
 from penstock.core.links import FloatArray
 from penstock.core.memory import ACTIVATION_KINDS, Memory, most_versions
 from penstock.core.schedule import BoolArray, Schedule
@@ -126,6 +127,7 @@ class Timeline:
         }
 
     @classmethod
+    @from_json_of("timeline")
     def from_json(cls, data: dict[str, Any]) -> Timeline:
         schedule = Schedule.from_json(data["timeline"])
         recorded = None if data["memory"] is None else Memory.from_json(data["memory"])
