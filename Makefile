@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install test lint types imports unit bench pictures clean
+.PHONY: install train test lint types imports unit bench pictures clean
 
 install: .venv/.installed
 
@@ -10,6 +10,9 @@ install: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+train: install
+	$(BIN)/penstock train examples/gpt.toml --report gpt.html
 
 test: lint types imports unit
 
@@ -34,6 +37,8 @@ bench: install
 
 pictures: install
 	$(BIN)/penstock simulate --schedule zb-v --stages 4 --microbatches 8 --svg docs/pictures/zb-v.svg > /dev/null
+	$(BIN)/python examples/predicted_and_measured.py sleeping docs/pictures/predicted-measured.svg
+	$(BIN)/python examples/predicted_and_measured.py gpt docs/pictures/predicted-measured-gpt.svg
 
 clean:
 	rm -rf .venv

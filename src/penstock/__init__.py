@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.core.text import from_csv, to_csv
     from penstock.core.timeline import Timeline
     from penstock.core.torch_text import from_torch_csv, to_torch_csv
-    from penstock.errors import FormatError, InputError, PenstockError, ScheduleError, SplitError
+    from penstock.errors import FormatError, InputError, PenstockError, RankError, ScheduleError, SplitError
     from penstock.schedules.registry import loop, schedule
     from penstock.simulator.breakdown import Breakdown, breakdown
     from penstock.simulator.simulate import simulate
@@ -53,6 +53,7 @@ _HOME = {
     "Pipeline": "app.pipeline",
     "Plan": "core.plan",
     "Profile": "core.profile",
+    "RankError": "errors",
     "Report": "core.faults",
     "Schedule": "core.schedule",
     "ScheduleError": "errors",
@@ -89,6 +90,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Profile",
+    "RankError",
     "Report",
     "Schedule",
     "ScheduleError",

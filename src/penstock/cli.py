@@ -18,6 +18,7 @@ from penstock.errors import FormatError, InputError, PenstockError
 if TYPE_CHECKING:
     from penstock.core.schedule import Schedule
     from penstock.core.timeline import Timeline
+    from penstock.reports.panels import Timelines
 
 app = typer.Typer(
     help="Train a PyTorch model as a pipeline: see, check and price its schedule.",
@@ -231,6 +232,81 @@ def simulate(
     console.print(f"where the time goes: {shares}", highlight=False)
 
 
+@app.command()
+def show(
+    files: Annotated[list[Path], typer.Argument(help="Timelines as JSON, as `Timeline.to_json` gives them.")],
+    as_json: AsJson = False,
+    svg: PictureFile = None,
+    html: PictureFile = None,
+    trace: PictureFile = None,
+) -> None:
+    """Draw timelines from files, predicted or measured; several over each other on one time axis.
+
+    Example: `penstock show predicted.json measured.json --svg both.svg`
+    """
+    lines = [(file.stem, _read_timeline(file)) for file in files]
+    _draw(lines[0][1] if len(lines) == 1 else lines, svg=svg, html=html, trace=trace)
+    if as_json:
+        found = [{"file": str(file), **line.figures()} for file, (_, line) in zip(files, lines, strict=True)]
+        typer.echo(json.dumps(found[0] if len(found) == 1 else found))
+        return
+    from penstock.reports.gantt import gantt
+    from penstock.reports.summary import summary
+
+    console = _console()
+    for _, line in lines:
+        console.print(gantt(line, console.width), soft_wrap=True)
+        console.print(summary(line))
+
+
+ConfigFile = Annotated[Path, typer.Argument(help="A TOML file: model, data, pipeline, optimizer, training.")]
+Inline = Annotated[bool, typer.Option("--inline", help="All stages in this process, no workers.")]
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    steps: Annotated[int | None, typer.Option(help="Steps, in place of the config's.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the measured run to this HTML file.")] = None,
+    inline: Inline = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train as a config says: on local workers, one a stage, or as the ranks that torchrun has launched.
+
+    Example: `penstock train examples/gpt.toml --steps 50 --report run.html`
+    """
+    from penstock.app.start import Request, start
+    from penstock.app.train import train as work
+
+    asked = {"training.steps": steps, "training.report": None if report is None else str(report)}
+    changes = {key: value for key, value in asked.items() if value is not None}
+    request = Request(str(config), changes, {"json": as_json})
+    raise typer.Exit(start("penstock.app.train", work, request, inline))
+
+
+@app.command()
+def verify(
+    config: ConfigFile,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 3,
+    as_trained: Annotated[
+        bool, typer.Option("--as-trained", help="In the config's own precision, where rounding grows; else in double.")
+    ] = False,
+    inline: Inline = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train as a pipeline and in one plain process, side by side: how far losses, gradients and weights are apart.
+
+    Leaves with 0 where they are the same up to rounding, with 1 where not.
+
+    Example: `penstock verify examples/gpt.toml --steps 3`
+    """
+    from penstock.app.start import Request, start
+    from penstock.app.verify_run import verify as work
+
+    request = Request(str(config), {}, {"steps": steps, "as_trained": as_trained, "json": as_json})
+    raise typer.Exit(start("penstock.app.verify_run", work, request, inline))
+
+
 def _as_json(built: Schedule) -> str:
     return json.dumps(built.to_json()) + "\n"
 
@@ -312,7 +388,18 @@ def _read(file: Path) -> Schedule:
     return (from_torch_csv if is_torch_csv(text) else from_csv)(text, str(file))
 
 
-def _draw(line: Timeline, **files: Path | None) -> None:
+def _read_timeline(file: Path) -> Timeline:
+    from penstock.core.timeline import Timeline
+
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not JSON"
+        raise FormatError(str(file), "a timeline as JSON", reason, "check the path and the file") from None
+    return Timeline.from_json(data)
+
+
+def _draw(line: Timelines, **files: Path | None) -> None:
     from penstock.reports.html import html
     from penstock.reports.svg import svg
     from penstock.reports.trace import trace

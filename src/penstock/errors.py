@@ -4,7 +4,8 @@ PenstockError
 ├── InputError          a value that cannot be used: what was expected, what came, what to do
 │   ├── FormatError     a file or text that cannot be read, with the place in it
 │   └── SplitError      a model that cannot be split as asked, with the line of its code
-└── ScheduleError       a schedule that breaks a law; carries every fault found
+├── ScheduleError       a schedule that breaks a law; carries every fault found
+└── RankError           another rank has failed, died, ended or gives no answer: which one, where, and why
 
 A message always says what was expected, what came, and what to do next. The command line prints the message alone
 and leaves with code 2.
@@ -44,3 +45,11 @@ class ScheduleError(PenstockError):
     def __init__(self, message: str, faults: tuple[object, ...] = ()) -> None:
         super().__init__(message)
         self.faults = faults
+
+
+class RankError(PenstockError):
+    """Another rank has failed, died, ended too early or gives no answer. `rank` is the one at fault, where known."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank

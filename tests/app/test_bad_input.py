@@ -216,6 +216,17 @@ class Foreign:
         ({"cuts": ["4", "8"]}, "1 cuts for 2 pieces, but got 2"),
         ({"cuts": ["nowhere"]}, "cuts to name submodules"),
         ({"loss": 3}, "loss= to be a function, but got int"),
+        ({"loss": nn.Bilinear(2, 2, 2)}, "a loss without parameters of its own"),
+        ({"optimizer": torch.optim.LBFGS}, "an optimizer that steps once a batch, but got LBFGS"),
+        ({"lr_scheduler": 3}, "lr_scheduler= to be a function, but got int"),
+        ({"lr_scheduler": lambda optimizer: None}, "an optimizer for the lr_scheduler, but got none"),
+        ({"cuts": "10"}, "cuts to be a list of module names"),
+        ({"cuts": [3]}, "cuts to be a list of module names"),
+        ({"seed": "a"}, "seed to be a whole number"),
+        ({"example": None}, "example= to be a small batch"),
+        ({"example": torch.full((2, 6), torch.nan, dtype=F64)}, "an example on which the model's result .* finite"),
+        ({"data": "rank1"}, "data to be 'every' .* or 'rank0'"),
+        ({"timeout": 0}, "timeout to be a positive number"),
         ({"example": torch.randn(2, 6, dtype=F64, device="meta")}, "inputs on the model's device"),
     ],
 )
@@ -223,6 +234,30 @@ def test_a_pipeline_that_cannot_be_built(options, message):
     with pytest.raises(InputError, match=message) as caught:
         build(**options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [None, "abc", [nn.Linear(6, 6), 3], []])
+def test_a_model_that_is_none(model):
+    with pytest.raises(InputError, match=r"an nn.Module, or a list of stage modules|stage modules, each once"):
+        Pipeline(model, example=torch.randn(2, 6), stages=2)
+
+
+def test_the_same_module_twice_in_a_list_of_stages():
+    layer = nn.Linear(6, 6)
+    with pytest.raises(InputError, match="stage modules, each once"):
+        Pipeline([layer, layer], example=torch.randn(2, 6))
+
+
+def test_a_list_of_stages_and_another_number_of_them():
+    with pytest.raises(InputError, match="stages=2 for a list of 2 stage modules, but got 3"):
+        Pipeline([nn.Linear(6, 6), nn.Linear(6, 6)], example=torch.randn(2, 6), stages=3)
+
+
+@pytest.mark.parametrize("batch", [torch.randn(8, 6), (1, 2, 3), {"x": 1, "y": 2}])
+def test_a_loader_that_yields_no_pairs(batch):
+    pipe = build()
+    with pytest.raises(InputError, match=r"a loader of \(inputs, target\)"):
+        list(pipe.train([batch]))
 
 
 def test_a_model_whose_parameters_all_are_frozen():

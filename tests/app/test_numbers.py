@@ -281,3 +281,58 @@ def test_parameters_unfrozen_between_steps_learn():
             one.requires_grad_(True)
     assert len(plain.gradients(model)) == 16
     assert plain.off(plain.gradients(pipe.model), plain.gradients(model)) < 1e-12
+
+
+def test_clipping_without_an_optimizer_clips_what_is_handed_out():
+    given = plain.case("mlp")
+    pipe = Pipeline(given.fresh(), example=given.example, stages=2, microbatches=4, loss=given.loss, clip=1e-3)
+    step = pipe.step(*given.batches[0])
+    found = torch.nn.utils.get_total_norm([p.grad for p in pipe.model.parameters()])
+    assert float(found) == pytest.approx(1e-3, rel=1e-2)
+    assert step.gradient_norm > 1e-2
+
+
+def test_fp16_without_an_optimizer_hands_out_no_overflow():
+    given = plain.case("mlp", dtype=torch.float32)
+    huge = lambda out, target: given.loss(out, target) * 1e30  # noqa: E731
+    pipe = Pipeline(
+        given.fresh(), example=given.example, stages=2, microbatches=4, loss=huge, precision="fp16", verify=False
+    )
+    scale = pipe.optimizers.scale
+    pipe.step(*given.batches[0])
+    assert pipe.optimizers.scale == scale / 2
+    assert all(p.grad is None for p in pipe.model.parameters())
+
+
+def test_clipping_of_sparse_gradients_is_that_of_dense_ones():
+    def trained(sparse: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 4)).double()
+        pipe = Pipeline(
+            model, example=torch.randint(0, 9, (2, 3)), stages=2, microbatches=4, clip=0.01,
+            loss=lambda out, _: out.square().mean(), optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+        )  # fmt: skip
+        pipe.step(torch.randint(0, 9, (8, 3), generator=torch.Generator().manual_seed(1)))
+        return model[0].weight.detach()
+
+    assert torch.allclose(trained(True), trained(False), rtol=1e-12)
+
+
+def test_an_interrupt_inside_an_optimizer_leaves_no_gradient_for_the_next_step():
+    class Interrupted(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure=None):
+            Interrupted.calls += 1
+            if Interrupted.calls == 2:
+                raise KeyboardInterrupt
+            return super().step(closure)
+
+    given = plain.case("mlp")
+    pipe = Pipeline(
+        given.fresh(), example=given.example, stages=2, microbatches=4, loss=given.loss,
+        optimizer=lambda params: Interrupted(params, lr=0.1),
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(*given.batches[0])
+    assert all(p.grad is None for p in pipe.model.parameters())

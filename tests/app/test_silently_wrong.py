@@ -102,6 +102,6 @@ def test_what_waits_in_1f1b_is_what_1f1b_needs():
     def watch(stage: int) -> None:
         most[stage] = max(most[stage], len(pipe.stages[stage].kept))
 
-    pipe.engine.turn = watch
+    pipe.engine.acting.turn = watch
     pipe.step(*given.batches[0])
     assert most == [4, 3, 2, 1]

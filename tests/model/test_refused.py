@@ -349,19 +349,6 @@ def test_a_model_compiled_as_a_whole():
     assert "compile its blocks" in refuses(through, None, torch.compile(stack(), backend="eager"))
 
 
-def test_a_path_that_changes_for_no_reason_that_shows():
-    turn = iter([False] * 3 + [True] * 99)
-
-    def body(m, x):
-        for block in m.blocks:
-            x = block(x)
-        return x.tanh() if next(turn) else x
-
-    pipe = pipeline(stack(4, body), row(), cuts=["blocks.2"], verify=False)
-    with pytest.raises(SplitError, match="path"):
-        list(pipe.train([(row(), None)] * 9))
-
-
 def test_a_result_collected_by_hooks():
     def body(m, x):
         collected = []

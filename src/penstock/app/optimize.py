@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isfinite
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from penstock.engine.ties import Ties
 from penstock.errors import InputError
 from penstock.model.loss import Total
 
@@ -32,25 +34,29 @@ class Optimizers:
     """The optimizers of all stages, and what must be agreed between them before any of them steps.
 
     A step's gradients are gathered apart from what `.grad` held before: that is nobody's to divide, and it must be
-    there again if the step fails.
+    there again if the step fails. `owned` are the parameters of the stages that this process runs; `gather` asks all.
     """
 
     def __init__(
         self,
-        owned: list[dict[str, nn.Parameter]],
+        owned: dict[int, dict[str, nn.Parameter]],
         make: Callable[..., torch.optim.Optimizer] | None,
         make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
         clip: float | None,
         accumulate: int,
         fp16: bool,
+        gather: Callable[[bytes], list[bytes]],
+        ties: Ties,
     ) -> None:
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
             raise InputError("clip to be a positive norm", clip, "correct clip or leave it out")
         if not isinstance(accumulate, int) or accumulate < 1:
             raise InputError("accumulate to be at least 1 step", accumulate, "correct accumulate")
-        self.owned = [list(stage.values()) for stage in owned]
-        self.parameters = [parameter for stage in self.owned for parameter in stage]
-        self.optimizers = {at: _made(make, stage) for at, stage in enumerate(owned) if stage} if make else {}
+        self.owned = {at: list(stage.values()) for at, stage in owned.items()}
+        self.names = {parameter: name for stage in owned.values() for name, parameter in stage.items()}
+        self.parameters = list(self.names)
+        self.make, self.gather, self.ties = make, gather, ties
+        self.optimizers = {at: _made(make, stage) for at, stage in owned.items() if stage} if make else {}
         self.schedulers = (
             [make_scheduler(optimizer) for optimizer in self.optimizers.values()] if make_scheduler else []
         )
@@ -77,6 +83,7 @@ class Optimizers:
         try:
             yield
             self.fresh = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+            self.fresh |= self.ties.collect()
         finally:
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 _give(parameter, gradient)
@@ -92,17 +99,19 @@ class Optimizers:
         if self.steps < self.accumulate:
             return Update(False)
         gradients = self._divided()
-        if not self.optimizers:
-            for parameter, gradient in gradients.items():
-                _give(parameter, gradient)
-            return Update(False)
         norm = self._norm(gradients)
-        updated = self._agreed(norm)
-        if updated:
-            self._update(gradients, found.mean)
-        for parameter in self.parameters:
-            parameter.grad = None
-        return Update(updated, norm)
+        usable = self._agreed(norm)
+        if self.make is None:
+            for parameter, gradient in gradients.items() if usable else ():
+                _give(parameter, gradient)
+            return Update(False, norm)
+        try:
+            if usable:
+                self._update(gradients, found.mean)
+        finally:  # whatever an optimizer says: nothing of this step may be added to the next one's
+            for parameter in self.parameters:
+                parameter.grad = None
+        return Update(usable, norm)
 
     def _divided(self) -> Gradients:
         """The sums divided by their weight, and added to what `.grad` holds."""
@@ -121,11 +130,18 @@ class Optimizers:
         """The global norm, and clipping by it as torch does; None where nobody asks."""
         if self.clip is None and not self.fp16:
             return None
-        every = list(gradients.values())
-        norm = torch.nn.utils.get_total_norm(every)
-        if self.clip is not None and bool(norm.isfinite()):
-            torch._foreach_mul_(every, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
-        return float(norm)
+        every = [_values(gradients, parameter) for parameter in gradients]
+        norm = self._total_norm([self.names[parameter] for parameter in gradients], every)
+        if self.clip is not None and every and isfinite(norm):
+            torch._foreach_mul_(every, min(1.0, self.clip / (norm + 1e-6)))
+        return norm
+
+    def _total_norm(self, names: list[str], every: list[torch.Tensor]) -> float:
+        """Over all ranks: each tensor's norm by its name, added in one order, so that all find the same bits."""
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(every)]).tolist() if every else []
+        parts = self.gather(json.dumps(dict(zip(names, norms, strict=True))).encode())
+        found = {name: norm for part in parts for name, norm in json.loads(part).items()}
+        return float(torch.linalg.vector_norm(torch.tensor([found[n] for n in sorted(found)], dtype=torch.float64)))
 
     def _agreed(self, norm: float | None) -> bool:
         """Whether the gradients of all stages are finite; under fp16 the scale adapts to the answer."""
@@ -147,6 +163,7 @@ class Optimizers:
             optimizer.step()
             for parameter in self.owned[stage]:
                 parameter.grad = None
+        self.ties.spread()
         for scheduler in self.schedulers:
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
 
@@ -154,6 +171,15 @@ class Optimizers:
 def _give(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Set `.grad`; weights that wait in host memory have theirs there."""
     parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+
+def _values(gradients: Gradients, parameter: nn.Parameter) -> torch.Tensor:
+    """The numbers of a gradient: of a sparse one, those that are there, each row once."""
+    gradient = gradients[parameter]
+    if not gradient.is_sparse:
+        return gradient
+    gradients[parameter] = gradient.coalesce()
+    return gradients[parameter]._values()
 
 
 def _made(make: Callable[..., torch.optim.Optimizer], owned: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -164,6 +190,13 @@ def _made(make: Callable[..., torch.optim.Optimizer], owned: dict[str, nn.Parame
             "optimizer= to make an optimizer",
             type(optimizer).__name__,
             "give a function: optimizer=lambda params: AdamW(params)",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise InputError(
+            "an optimizer that steps once a batch",
+            f"{type(optimizer).__name__}, which evaluates the loss several times",
+            "use another optimizer",
         )
     mine = {id(parameter) for parameter in owned.values()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,80 @@ from penstock.core.shape import Law
 from penstock.errors import InputError
 from penstock.model.stage import Recompute
 from penstock.schedules.registry import schedule as build_schedule
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked of a Pipeline, as it was asked; see there."""
+
+    model: nn.Module | Sequence[nn.Module]
+    example: Any
+    stages: int | None
+    schedule: str | Schedule
+    microbatches: int
+    optimizer: Callable[..., torch.optim.Optimizer] | None
+    cuts: Sequence[str] | None
+    chunks: int | None
+    recompute: str
+    offload: bool | str
+    precision: str | None
+    clip: float | None
+    accumulate: int
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    seed: int
+    verify: bool
+    data: str
+    transport: str | None
+    timeout: float
+    timeline: bool
+    load: Callable[[str], torch.Tensor] | None
+
+    def __post_init__(self) -> None:
+        """Refuse what is of the wrong kind altogether; what it means is looked at where it is used."""
+        modules = [self.model] if isinstance(self.model, nn.Module) else self.model
+        if not isinstance(modules, (list, tuple, nn.ModuleList)) or not all(isinstance(m, nn.Module) for m in modules):
+            raise InputError("an nn.Module, or a list of stage modules", repr(self.model)[:60], "give the model first")
+        if not isinstance(self.model, nn.Module):
+            self._require_stages(list(modules))
+        if self.example is None:
+            raise InputError(
+                "example= to be a small batch of the model's inputs", None, "give one, as forward takes it"
+            )
+        if self.cuts is not None and (isinstance(self.cuts, str) or not all(isinstance(c, str) for c in self.cuts)):
+            raise InputError("cuts to be a list of module names", repr(self.cuts), 'write cuts=["blocks.4"]')
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise InputError("seed to be a whole number", repr(self.seed), "give one")
+        if self.lr_scheduler is not None and not callable(self.lr_scheduler):
+            raise InputError(
+                "lr_scheduler= to be a function", type(self.lr_scheduler).__name__, "give lambda optimizer: ..."
+            )
+        if self.lr_scheduler is not None and self.optimizer is None:
+            raise InputError("an optimizer for the lr_scheduler", "none", "give optimizer= too")
+        if not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
+            raise InputError("timeout to be a positive number of seconds", repr(self.timeout), "correct it")
+
+    def _require_stages(self, modules: list[nn.Module]) -> None:
+        if len(set(map(id, modules))) < len(modules) or not modules:
+            raise InputError(
+                "stage modules, each once", f"{len(modules)}, some of them twice", "copy it, or put both uses in one"
+            )
+        ranks = len(modules) // (self.chunks or 1)
+        if self.stages is not None and self.stages != ranks:
+            raise InputError(
+                f"stages={ranks} for a list of {len(modules)} stage modules", self.stages, "leave stages out"
+            )
+
+
+def require_plain_loss(loss: Any) -> None:
+    """Refuse a loss that is no function, or that has weights nobody would train."""
+    if loss is not None and not callable(loss):
+        raise InputError("loss= to be a function", type(loss).__name__, "give loss=lambda result, target: ...")
+    if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+        raise InputError(
+            "a loss without parameters of its own, as no stage owns them",
+            f"{type(loss).__name__} with some that require grad",
+            "make it part of the model, whose forward then returns the loss",
+        )
 
 
 def read_schedule(
@@ -38,11 +113,27 @@ def read_schedule(
 def with_edges(
     asked: str | Schedule, built: Schedule, edges: Sequence[tuple[int, int]], chunks: int | None
 ) -> Schedule:
-    """The same named schedule for a model whose stages send further than to their neighbours."""
+    """The same schedule for a model whose stages send further than to their neighbours."""
     shape = built.shape
-    if isinstance(asked, Schedule) or tuple(edges) == shape.edges:
+    if tuple(edges) == shape.edges:
         return built
+    if isinstance(asked, Schedule):
+        return _own_with_edges(asked, edges)
     return build_schedule(asked, stages=shape.ranks, microbatches=shape.microbatches, chunks=chunks, edges=edges)
+
+
+def _own_with_edges(own: Schedule, edges: Sequence[tuple[int, int]]) -> Schedule:
+    """A user's schedule of compute actions gets the transfers it needs; one that lists its own must list them all."""
+    if not own.lowered:
+        return replace(own, shape=replace(own.shape, edges=tuple(edges)))
+    missing = sorted(set(edges) - set(own.shape.edges))
+    if missing:
+        raise InputError(
+            f"a schedule with transfers from stage {missing[0][0]} to stage {missing[0][1]}, as the model needs them",
+            "none",
+            "give the compute actions alone, and let us add the transfers",
+        )
+    return own
 
 
 def _stages(stages: int | None, chunks: int | None, cuts: Sequence[str] | None) -> int:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
 import torch
 
-from penstock.errors import SplitError
+from penstock.core.action import Op
+from penstock.engine.acting import Acting
+from penstock.errors import InputError, SplitError
 from penstock.model import tree
-from penstock.model.replay import Passage
+from penstock.model.batchnorm import DeferredNorms
+from penstock.model.buffers import Buffers
+from penstock.model.loss import Loss
 from penstock.model.split import Split
+from penstock.model.stage import Job, Settings, Stage
 from penstock.model.untouched import copied, untouched
+from penstock.model.walk import watching
+
+Found = dict[str, torch.Tensor]  # gradients by name, and under no name what they are gradients of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of a tensor's norm; lower precisions: 1e-1
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}  # of the largest gradient: what is smaller may be rounding alone
 
 
-def compare_with_whole(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def compare_with_whole(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
     """Run the example through the whole model and through its stages; refuse the split unless results and gradients
     agree. A model that does not fit as a whole is not compared."""
     try:
@@ -29,7 +40,13 @@ def compare_with_whole(split: Split, args: tuple[Any, ...], kwargs: dict[str, An
             stacklevel=3,
         )
         return
-    parts = _in_parts(split, args, kwargs)
+    if not all(isfinite(found.norm()) for found in whole.values()):
+        raise InputError(
+            "an example on which the model's result and gradients are finite",
+            "one on which they are not",
+            "give a usual batch as the example, or verify=False",
+        )
+    parts = _in_parts(split, args, kwargs, device)
     biggest = max((float(gradient.norm()) for name, gradient in whole.items() if name), default=0.0)
     for name in whole | parts:
         _require_close(name, whole.get(name), parts.get(name), biggest)
@@ -49,23 +66,48 @@ def _require_close(name: str, wanted: torch.Tensor | None, found: torch.Tensor |
         )
 
 
-def _whole(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    with untouched(split.model), torch.enable_grad():
+def _whole(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    with untouched(split.model, split.first.trace.generators), torch.enable_grad():
         args, kwargs = copied((args, kwargs))
         return _gradients(split, _weighed(split.model(*args, **kwargs)))
 
 
-def _in_parts(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The same, stage by stage, as one graph: values are handed on with their history."""
-    with untouched(split.model), torch.enable_grad():
-        path, passage = split.path(args, kwargs), Passage()
-        values: dict[int, torch.Tensor] = {}
-        result: Any = None
-        for stage in range(split.pieces):
-            received = {v: values[v].clone() if v in path.changed[stage] else values[v] for v in path.incoming[stage]}
-            made, result = split.run(path, stage, received, passage, args, kwargs)
-            values.update(made)
-        return _gradients(split, _weighed(result))
+def _in_parts(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Found:
+    """The same, stage by stage, as they will run: values are cut off their history, gradients are handed back."""
+    norms, buffers = DeferredNorms(split.model), Buffers(split.model)
+    stages = [Stage(split, at, Settings(device), norms, buffers, []) for at in range(split.pieces)]
+    acting = Acting(stages, [])
+    with (
+        untouched(split.model, split.first.trace.generators),
+        torch.enable_grad(),
+        _gradients_apart(split) as gradients,
+    ):
+        args, kwargs = copied((args, kwargs))
+        # Step -1: with the random numbers that the whole model had, one stage after the other.
+        job = Job(0, -1, args, kwargs, 1, split.path(args, kwargs), lambda result: Loss(_weighed(result), 1.0))
+        acting.begin([job])
+        with watching():
+            for stage in range(split.pieces):
+                acting.act(Op.F, stage, 0)
+            for stage in reversed(range(split.pieces)):
+                acting.act(Op.B, stage, 0)
+        found = gradients()
+        total = acting.results[0].total
+    return found | {"": total.detach().to(next((g.dtype for g in found.values()), total.dtype))}
+
+
+@contextmanager
+def _gradients_apart(split: Split) -> Iterator[Callable[[], Found]]:
+    """Gradients made in here, by name; `.grad` is then as before."""
+    named = dict(split.model.named_parameters())
+    before = {name: parameter.grad for name, parameter in named.items()}
+    for parameter in named.values():
+        parameter.grad = None
+    try:
+        yield lambda: {name: p.grad for name, p in named.items() if p.grad is not None}
+    finally:
+        for name, parameter in named.items():
+            parameter.grad = before[name]
 
 
 def _weighed(result: Any) -> torch.Tensor:
@@ -88,7 +130,7 @@ def _weighed(result: Any) -> torch.Tensor:
     return torch.stack(found).real.sum()
 
 
-def _gradients(split: Split, total: torch.Tensor) -> dict[str, torch.Tensor]:
+def _gradients(split: Split, total: torch.Tensor) -> Found:
     """The gradient of every parameter that has one, by name, and under no name what they are gradients of."""
     named = {name: p for name, p in split.model.named_parameters() if p.requires_grad}
     found: tuple[torch.Tensor | None, ...]

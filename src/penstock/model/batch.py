@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.errors import InputError
 from penstock.model import tree
 
+_WORDS = (bool, int, float, complex, str, bytes, type(None))
+
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The model's arguments: a dict is keywords, a tuple or list positions, anything else one argument."""
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
 
@@ -27,6 +32,9 @@ def require_device(inputs: Any, home: torch.device) -> None:
 def rows_of(*values: Any) -> int:
     """Rows of a batch: the first dimension of every tensor in it, which must be the same."""
     sizes = {tensor.shape[0] for value in values for tensor in tree.tensors(value) if tensor.dim() > 0}
+    if not sizes:
+        leaves = [leaf for value in values for leaf in tree.leaves(value)]
+        sizes = {len(leaf) for leaf in leaves if isinstance(leaf, np.ndarray) and leaf.ndim}
     if not sizes:
         raise InputError("inputs with at least one tensor that has rows", "none", "give the batch as tensors")
     if len(sizes) > 1:
@@ -50,32 +58,129 @@ def spans(rows: int, parts: int) -> list[tuple[int, int]]:
     return [(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
 
 
-def piece(value: Any, first: int, last: int) -> Any:
-    """Some rows of a value: of its tensors; everything else as it is."""
-    return tree.replace(value, lambda tensor: tensor[first:last] if tensor.dim() > 0 else tensor)
+def uneven_spans(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Spans of two sizes or more, unless it is one span: what their results have in rows, `join` can then see."""
+    parts = min(parts, rows)
+    if parts == rows:
+        parts = max(parts - 1, 1)
+    even = spans(rows, parts)
+    if parts == 1 or len({last - first for first, last in even}) > 1:
+        return even
+    ends = [0, *(last + 1 for _, last in even[:-1]), rows]
+    return list(pairwise(ends))
 
 
-def join(results: list[Any], rows: list[int]) -> Any:
-    """One result from those of the micro-batches: rows put behind each other, scalars averaged by rows."""
+def piece(value: Any, first: int, last: int, rows: int | None = None) -> Any:
+    """Some rows of a value: of its tensors, of arrays and lists with one entry a row; everything else as it is.
+
+    `rows` is how many the batch has; where it is not given, the value's own tensors tell.
+    """
+    if rows is None:
+        sizes = {tensor.shape[0] for tensor in tree.tensors(value) if tensor.dim() > 0}
+        rows = sizes.pop() if len(sizes) == 1 else None
+    if _is_call(value):
+        args, kwargs = value
+        return tuple(_cut(part, first, last, rows) for part in args), _cut(kwargs, first, last, rows)
+    return _cut(value, first, last, rows)
+
+
+def _cut(value: Any, first: int, last: int, rows: int | None) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[first:last] if value.dim() > 0 else value
+    if isinstance(value, np.ndarray):
+        return value[first:last] if value.ndim and len(value) == rows else value
+    if _has_one_a_row(value, rows):
+        return value[first:last]
+    return tree.mapped(value, lambda part: _cut(part, first, last, rows))
+
+
+def _is_call(value: Any) -> bool:
+    """Arguments of a call: their number has nothing to do with rows."""
+    return type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict
+
+
+def _has_one_a_row(value: Any, rows: int | None) -> bool:
+    """A list of words or numbers as long as the batch. A tuple only of words: (224, 224) is a size."""
+    if not isinstance(value, (list, tuple)) or len(value) != rows or tree.tensors(value):
+        return False
+    return isinstance(value, list) or all(isinstance(part, str) for part in value)
+
+
+class ApartError(InputError):
+    """Results of micro-batches that cannot be put together: run the batch as one."""
+
+    def __init__(self, came: str) -> None:
+        super().__init__(
+            "results of micro-batches that can be put together: tensors with rows in one dimension",
+            came,
+            "return such tensors, or use one micro-batch",
+        )
+
+
+def join(results: list[Any], rows: list[int], sure: bool = False) -> Any:
+    """One result from those of the micro-batches.
+
+    Asked to be sure, it joins tensors along the dimension that changes with the rows (see `uneven_spans`), keeps what
+    is the same everywhere, and refuses the rest. Else it takes what looks like rows, and averages scalars by rows.
+    """
     if len(results) == 1:
         return results[0]
-    columns = list(zip(*(list(tree.tensors(result)) for result in results), strict=True))
-    joined = iter([_together(column, rows) for column in columns])
-    return tree.replace(results[0], lambda _: next(joined))
+    every = [tree.leaves(result) for result in results]
+    if len({len(leaves) for leaves in every}) > 1:
+        raise ApartError("containers of different lengths")
+    together = _surely if sure else _likely
+    joined = iter([together(column, rows) for column in zip(*every, strict=True)])
+    return tree.replace_leaves(results[0], lambda _: next(joined))
 
 
-def _together(parts: tuple[torch.Tensor, ...], rows: list[int]) -> torch.Tensor:
+def _surely(parts: tuple[Any, ...], rows: list[int]) -> Any:
     first = parts[0]
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        if isinstance(first, _WORDS) and any(part != first for part in parts):
+            raise ApartError(f"{first!r} in one micro-batch and something else in another")
+        return first
+    dims = _row_dimensions(parts, rows)
+    if len(dims) == 1 and all(_without(part, dims[0]) == _without(first, dims[0]) for part in parts):
+        return torch.cat(parts, dims[0])
+    if not dims and all(part.shape == first.shape and torch.equal(part, first) for part in parts):
+        return first  # nothing of the batch: a table of positions, say
+    raise ApartError(f"shapes {_shapes(parts)} for {', '.join(map(str, rows))} rows")
+
+
+def _row_dimensions(parts: tuple[torch.Tensor, ...], rows: list[int]) -> list[int]:
+    """Dimensions that grow with the rows; rows folded with another, as in view(rows * length, -1), do so too."""
+    first = parts[0]
+    if len(set(rows)) == 1 or any(part.dim() != first.dim() for part in parts):
+        return []
+    return [
+        dim
+        for dim in range(first.dim())
+        if first.shape[dim]
+        and all(part.shape[dim] * rows[0] == first.shape[dim] * count for part, count in zip(parts, rows, strict=True))
+    ]
+
+
+def _without(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+    return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+
+
+def _likely(parts: tuple[Any, ...], rows: list[int]) -> Any:
+    first = parts[0]
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        return first
     for dim in range(first.dim()):  # rows come first, or behind layers as in the state of an LSTM
         if all(part.shape[dim] == count for part, count in zip(parts, rows, strict=True)):
             return torch.cat(parts, dim)
     if first.dim() == 0 and first.is_floating_point():
         return torch.stack([part * count for part, count in zip(parts, rows, strict=True)]).sum() / sum(rows)
-    if all(torch.equal(part, first) for part in parts):
-        return first  # nothing of the batch: a table of positions, say
+    if all(part.shape == first.shape and torch.equal(part, first) for part in parts):
+        return first
     if first.dim() > 0 and all(
         part.shape[0] * rows[0] == first.shape[0] * count for part, count in zip(parts, rows, strict=True)
     ):
-        return torch.cat(parts)  # rows folded with another dimension, as in view(rows * length, -1)
-    shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-    raise InputError("results that have the batch's rows", f"shapes {shapes}", "return rows in the first dimension")
+        return torch.cat(parts)
+    raise ApartError(f"shapes {_shapes(parts)} for {', '.join(map(str, rows))} rows")
+
+
+def _shapes(parts: tuple[torch.Tensor, ...]) -> str:
+    return ", ".join(str(tuple(part.shape)) for part in parts)

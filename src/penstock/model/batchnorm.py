@@ -3,11 +3,15 @@ running averages move once a step by those of the whole batch, with the unbiased
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+_TORCHS_OWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class _Seen:
@@ -30,17 +34,46 @@ class _Seen:
         self.count = total
 
 
+def is_deferred(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Whether running averages are moved by torch's own forward: a class with a forward of its own does as it likes."""
+    return isinstance(module, _BatchNorm) and type(module).forward in _TORCHS_OWN
+
+
 class DeferredNorms:
-    """Keeps the running averages of a model out of a step's forwards, and moves them at its end."""
+    """Keeps the running averages of a model out of a step's forwards, and moves them at its end.
+
+    A norm that a forward calls several times moves several times: by what its first calls saw in all micro-batches,
+    then by what its second calls saw, and so on.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self.norms = [m for m in model.modules() if is_deferred(m) and m.running_mean is not None]
         self.held: list[_BatchNorm] = []
-        self.watching = False  # not while a forward is run a second time
-        self.seen: dict[_BatchNorm, _Seen] = {}
+        self.stage: int | None = None  # whose forward runs; nobody's: a trace, or a checkpoint inside a backward
+        self.counts = True  # not while a forward is run a second time
+        self.calls: dict[nn.Module, int] = {}  # in the forward that runs
+        self.seen: dict[_BatchNorm, dict[tuple[int, int], _Seen]] = {}  # by stage and call
+
+    @contextmanager
+    def forward(self, stage: int) -> Iterator[None]:
+        """Around a forward of a stage."""
+        self.stage, self.calls = stage, {}
+        try:
+            yield
+        finally:
+            self.stage = None
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Around a forward that was counted already."""
+        self.counts = False
+        try:
+            yield
+        finally:
+            self.counts = True
 
     def __enter__(self) -> DeferredNorms:
-        self.seen, self.watching = {}, True
+        self.seen = {}
         self.held = [norm for norm in self.norms if norm.training and norm.track_running_stats]
         self.handles = [norm.register_forward_pre_hook(self._gather, with_kwargs=True) for norm in self.held]
         for norm in self.held:
@@ -48,7 +81,6 @@ class DeferredNorms:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.watching = False
         for handle in self.handles:
             handle.remove()
         for norm in self.held:
@@ -57,15 +89,18 @@ class DeferredNorms:
     def move(self) -> None:
         """Move the running averages by what the step has seen."""
         with torch.no_grad():
-            for norm, seen in self.seen.items():
-                _move(norm, seen)
+            for norm, calls in self.seen.items():
+                for call in sorted(calls):
+                    _move(norm, calls[call])
         self.seen = {}
 
     def _gather(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.watching and norm.training:
+        if self.stage is not None and self.counts and norm.training:
             assert isinstance(norm, _BatchNorm)
+            call = self.calls[norm] = self.calls.get(norm, -1) + 1
             with torch.no_grad():
-                self.seen.setdefault(norm, _Seen()).add(args[0] if args else kwargs["input"])
+                seen = self.seen.setdefault(norm, {}).setdefault((self.stage, call), _Seen())
+                seen.add(args[0] if args else kwargs["input"])
 
 
 def _move(norm: _BatchNorm, seen: _Seen) -> None:

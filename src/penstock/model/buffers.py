@@ -1,70 +1,48 @@
-"""Buffers that a forward changes: counters, moving averages, the vectors of a spectral norm.
+"""What the modules of one model keep between forwards: buffers above all, and whatever else a forward changes on them.
 
-A step that fails leaves them as they were, and a forward that runs a second time, to recompute, sees what it saw the
-first time and leaves no trace. Few models have any. The first step keeps all buffers; later ones those seen to change.
+A step that fails leaves it as it was, and a forward that runs a second time, to recompute, sees what it saw the first
+time and leaves no trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import nn
 
-Place = tuple[nn.Module, str]
-Saved = list[tuple[Place, torch.Tensor, int, torch.Tensor | None]]  # where, the buffer, its version, its values
+from penstock.model.state import Copies, Saved, State
 
 
 class Buffers:
-    """The buffers of one model."""
+    """The state of all modules, and of some of them."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = {id(module): module for module in model.modules()}.values()
-        self.places = [(m, key) for m in modules for key, buffer in m._buffers.items() if buffer is not None]
-        self.changing = set(range(len(self.places)))  # until a step has shown which
-        self.learnt = False
+        self.copies = Copies()
+        self.whole = State(model.modules(), self.copies)
+
+    def within(self, modules: Iterable[nn.Module], more: Iterable[Any] = ()) -> State:
+        """The state of some modules alone, and of generators that are no module's."""
+        return State(modules, self.copies, more)
 
     def save(self) -> Saved:
-        """What they hold now; values only of those that are known to change."""
-        return [
-            (place, buffer, buffer._version, buffer.detach().clone() if at in self.changing else None)
-            for at, place in enumerate(self.places)
-            if (buffer := _at(place)) is not None
-        ]
+        return self.whole.save()
 
     def learn(self, before: Saved) -> None:
-        """See which have changed since."""
-        changed = {at for at, (place, buffer, version, _) in enumerate(before) if _changed(place, buffer, version)}
-        self.changing = self.changing | changed if self.learnt else changed
-        self.learnt = True
-
-    @contextmanager
-    def as_they_were(self, before: Saved) -> Iterator[None]:
-        """Run something with old values, and put today's back."""
-        today = [(place, _at(place)) for place, _, _, values in before if values is not None]
-        for (module, key), _, _, values in before:
-            if values is not None:
-                module._buffers[key] = values.clone()
-        try:
-            yield
-        finally:
-            for (module, key), buffer in today:
-                module._buffers[key] = buffer
+        """A step is over: see which large tensors it has left alone, of which no copy need be kept."""
+        self.copies.settle(before)
 
     def restore(self, before: Saved) -> None:
         """Undo every change since."""
-        with torch.no_grad():
-            for (module, key), buffer, version, values in before:
-                if values is not None and _changed((module, key), buffer, version):
-                    buffer.copy_(values)
-                    module._buffers[key] = buffer
+        lost = self.whole.changed(before)
+        self.whole.restore(before)
+        if lost:
+            warnings.warn(
+                "expected large tensors that a forward changes to do so from the first step on, but got one of shape "
+                f"{tuple(lost[0].shape)} that began in a step that failed; it could not be put back",
+                stacklevel=3,
+            )
 
 
-def _at(place: Place) -> torch.Tensor | None:
-    module, key = place
-    return module._buffers.get(key)
-
-
-def _changed(place: Place, buffer: torch.Tensor, version: int) -> bool:
-    return _at(place) is not buffer or buffer._version != version
+__all__ = ["Buffers", "Saved"]

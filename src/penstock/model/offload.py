@@ -35,11 +35,24 @@ class Offload(Flag):
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, pinned so that the way back is fast."""
-    kept = torch.empty_strided(
-        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-    )
-    return kept.copy_(tensor)
+    """A copy in host memory, pinned so that the way back is fast. What is expanded is expanded there."""
+    core = _unexpanded(tensor)
+    if torch._debug_has_internal_overlap(core) != 0:  # windows that overlap, or gaps
+        core = core.contiguous()
+    kept = torch.empty_strided(core.size(), core.stride(), dtype=core.dtype, device="cpu", pin_memory=core.is_cuda)
+    return kept.copy_(core).expand(tensor.size())
+
+
+def to_device(kept: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Back from where `to_host` has put it."""
+    return _unexpanded(kept).to(device, non_blocking=True).expand(kept.size())
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    for dim, (size, stride) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def saving(what: Offload, parameters: Iterable[nn.Parameter]) -> saved_tensors_hooks:
@@ -47,20 +60,28 @@ def saving(what: Offload, parameters: Iterable[nn.Parameter]) -> saved_tensors_h
     owners = {p.untyped_storage().data_ptr(): p for p in parameters if p.numel()}
 
     def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        owner = owners.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-        if owner is not None and owner.dtype is tensor.dtype and _within(tensor, owner):
-            offset = tensor.storage_offset() - owner.storage_offset()
-            size, stride = tensor.size(), tensor.stride()
-            return lambda: owner.detach().as_strided(size, stride, owner.storage_offset() + offset)
-        if Offload.ACTIVATIONS in what:
-            kept, device = to_host(tensor), tensor.device
-            return lambda: kept.to(device, non_blocking=True)
-        return lambda: tensor
+        with torch._C.DisableTorchFunction():  # a walk would take these for functions that the model calls
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                return lambda: tensor
+            return _recipe(tensor, owners.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None, what)
 
     def unpack(recipe: Any) -> torch.Tensor:
-        return recipe()  # type: ignore[no-any-return]
+        with torch._C.DisableTorchFunction():
+            return recipe()  # type: ignore[no-any-return]
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def _recipe(tensor: torch.Tensor, owner: nn.Parameter | None, what: Offload) -> Callable[[], torch.Tensor]:
+    """How to have a tensor again."""
+    if owner is not None and owner.dtype is tensor.dtype and _within(tensor, owner):
+        offset = tensor.storage_offset() - owner.storage_offset()
+        size, stride = tensor.size(), tensor.stride()
+        return lambda: owner.detach().as_strided(size, stride, owner.storage_offset() + offset)
+    if Offload.ACTIVATIONS in what:
+        kept, device = to_host(tensor), tensor.device
+        return lambda: to_device(kept, device)
+    return lambda: tensor
 
 
 def _within(tensor: torch.Tensor, owner: nn.Parameter) -> bool:
@@ -89,13 +110,13 @@ class Swap:
             self._have({id(p): p for p in self.used[stage]})
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """All weights on the device, for a run of the whole model."""
+    def whole(self, inputs: Any) -> Iterator[Any]:
+        """All weights on the device, for a run of the whole model on these inputs."""
         before = dict(self.here)
         if not self.idle:
             self._have({id(p): p for stage in self.used for p in stage})
         try:
-            yield
+            yield inputs
         finally:
             self._have(before)
 

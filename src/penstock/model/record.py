@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -17,6 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import SplitError
 from penstock.model import tree
+from penstock.model.batchnorm import is_deferred
+from penstock.model.seeding import draws
 from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow
 from penstock.model.untouched import copied, no_side_effects, untouched
 from penstock.model.walk import Layout, Walk, users_line
@@ -39,9 +40,13 @@ def _recorded(layout: Layout, inputs: Any, saving: AbstractContextManager[Any]) 
     args, kwargs = inputs
     with untouched(layout.model), _Operations() as counter, saving:
         recorder = _Recorder(layout, inputs, counter)
-        with recorder.effects:
-            output = recorder.forward(args, kwargs)
-        return recorder.finished(output)
+        try:
+            with recorder.effects:
+                output = recorder.forward(args, kwargs)
+            return recorder.finished(output)
+        finally:
+            for generator, state in recorder.generators.items():
+                generator.set_state(state)
 
 
 class _UnsavedError(Exception):
@@ -73,6 +78,7 @@ class _Recorder(Walk):
         self.given: set[int] = set()  # of the running event
         self.used: set[str] = set()  # parameters and buffers that the running event used
         self.constants: set[int] = set()
+        self.generators: dict[torch.Generator, torch.Tensor] = {}  # that were drawn from, and their states before
         for tensor in tree.tensors(inputs):
             self.add(tensor, -1, free=True)
         self.inputs = len(self.values)
@@ -129,7 +135,8 @@ class _Recorder(Walk):
             self.layout.parameters.get(id(t)) or self.buffer_names.get(id(t), "") for t in tree.tensors((args, kwargs))
         }
         versions, before = [_version(tensor) for tensor in given], self.counter.total
-        drawn = _draws()
+        drawn = draws()
+        own = self.met_generators(args, kwargs)
         result = self.native(call, args, kwargs)
         self.effects.settle()
         changed = [t for t, version in zip(given, versions, strict=True) if _version(t) != version]
@@ -137,7 +144,7 @@ class _Recorder(Walk):
         if not made and not changed and not atom:
             self.looked(name, given, result)
             return result
-        fixed = atom or bool(changed) or not all(map(torch.equal, drawn, _draws()))
+        fixed = atom or own or bool(changed) or not all(map(torch.equal, drawn, draws()))
         flops = self.counter.total - before
         self.record(Event(name, atom, users_line(), (), (), (), (), (), not fixed, flops), given, result, changed)
         return result
@@ -209,9 +216,17 @@ class _Recorder(Walk):
                 self.born[tensor] = len(self.events)
         return result
 
-    def used_inside(self, tensors: Any) -> None:
+    def met_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a function is given a generator of the user's."""
+        found = [part for part in (*args, *kwargs.values()) if isinstance(part, torch.Generator)]
+        for generator in found:
+            self.generators.setdefault(generator, generator.get_state())
+        return bool(found)
+
+    def used_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what the running event used without having been given it."""
-        for tensor in tree.tensors(tensors):
+        self.met_generators(args, kwargs)
+        for tensor in tree.tensors((args, kwargs)):
             name = self.layout.parameters.get(id(tensor)) or self.buffer_names.get(id(tensor))
             if name is not None:
                 self.used.add(name)
@@ -256,6 +271,8 @@ class _Recorder(Walk):
             ),
             answers=tuple(self.answers),
             decided=self.decided,
+            generators=tuple(self.generators),
+            result=tree.replace(output, hollow),
         )
 
     def settle_buffers(self) -> None:
@@ -263,7 +280,7 @@ class _Recorder(Walk):
         kept = {
             f"{name}.{buffer}".lstrip(".")
             for name, module in self.layout.model.named_modules()
-            if isinstance(module, _NormBase)
+            if is_deferred(module)
             for buffer, _ in module.named_buffers(recurse=False)
         }  # batch statistics are moved by the step, not by the forward
         changed = {name for name, b in self.buffers.items() if _version(b) != self.versions[name]}
@@ -301,7 +318,7 @@ class _Inside(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.recorder.used_inside((args, kwargs))
+        self.recorder.used_inside(args, kwargs)
         return self.recorder.made_inside(func(*args, **kwargs))
 
 
@@ -331,12 +348,6 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _draws() -> list[torch.Tensor]:
-    """Random states: a function that moves them must run on one stage only."""
-    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
-    return [torch.random.get_rng_state(), *cuda]
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -15,12 +15,19 @@ import torch
 
 from penstock.errors import SplitError
 from penstock.model import tree
+from penstock.model.seeding import draws
 from penstock.model.trace import DATA, HOOKS, Event, Trace, answer, hollow
 from penstock.model.walk import Layout, Walk, users_line
 
 
-class PathChangedError(Exception):
-    """The forward met another event than the trace says."""
+class PathChangedError(SplitError):
+    """The forward met another event than the trace says. The path is forgotten: the same step, tried again, is traced
+    afresh, if all weights are at hand."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            "a forward that takes the path it took on its trace", what, "keep such decisions inside one block"
+        )
 
 
 class Done(BaseException):
@@ -33,6 +40,7 @@ class Passage:
 
     shapes: dict[int, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)  # by value
     plain: dict[int, Any] = field(default_factory=dict)  # by event: its result, with empty tensors in it
+    grads: dict[int, bool] = field(default_factory=dict)  # by value: whether it needs a gradient, where the trace errs
 
     @staticmethod
     def of(seen: Trace) -> Passage:
@@ -84,6 +92,7 @@ class Replay(Walk):
         self.value: dict[int, int] = {}  # identity of a tensor met so far -> its value
         self.tensor: dict[int, torch.Tensor] = {}  # value -> the tensor that open code holds; keeps it alive
         self.answers: list[Any] = []  # of looks at data
+        self.constants: list[torch.Tensor] = []  # made by functions that the trace did not meet
         self.device = torch.device("cpu")
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,15 +171,35 @@ class Replay(Walk):
 
     def atom(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.expected() != name:
-            raise PathChangedError(f"{name} at {users_line()}, where the trace has {self.expected() or 'the end'}")
+            raise self.strange(name)
         return self.event(call, args, kwargs)
 
     def glue(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == self.expected():
             return self.event(call, args, kwargs)
-        if name not in self.plan.quiet:
-            raise PathChangedError(f"{name} at {users_line()}, where the trace has {self.expected() or 'the end'}")
-        return self.look(name, call, args, kwargs)
+        if name in self.plan.quiet:
+            return self.look(name, call, args, kwargs)
+        if name.rsplit(".", 1)[-1] not in HOOKS and self.is_constant((args, kwargs)):
+            return self.constant(name, call, args, kwargs)
+        raise self.strange(name)
+
+    def strange(self, name: str) -> PathChangedError:
+        return PathChangedError(f"{name} at {users_line()}, where the trace has {self.expected() or 'the end'}")
+
+    def is_constant(self, given: Any) -> bool:
+        """Whether something depends on inputs and constants alone, which every stage has."""
+        values = [self.value.get(id(t)) if not self.layout.is_parameter(t) else -1 for t in tree.tensors(given)]
+        return all(value is None or (value >= 0 and self.plan.values[value].free) for value in values)
+
+    def constant(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function that the trace did not meet, because a cache of the user's had its result: each stage runs it."""
+        drawn = draws()
+        result = self.native(call, args, kwargs)
+        made = tree.tensors(result)
+        if any(t.requires_grad for t in made) or not all(map(torch.equal, drawn, draws())):
+            raise self.strange(name)
+        self.constants += made
+        return result
 
     def expected(self) -> str:
         return self.plan.events[self.at].name if self.at < len(self.plan.events) else ""
@@ -203,7 +232,7 @@ class Replay(Walk):
         if getter.startswith("is_") and getter[3:] in ("cuda", "cpu", "meta", "mps", "xpu"):
             return getter[3:] == self.device.type
         if getter == "requires_grad":
-            return self.plan.values[values[0]].grad
+            return self.passage.grads.get(values[0], self.plan.values[values[0]].grad)
         try:
             return self.native(call, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -258,6 +287,8 @@ class Replay(Walk):
             if id(tensor) in self.value:
                 swapped = swapped or self.real(tensor) is not tensor
             elif not event.loose and not self.layout.is_parameter(tensor):
+                if any(tensor is constant for constant in self.constants):
+                    raise PathChangedError(f"{event.name} at {users_line()} of a tensor that the trace did not make")
                 raise SplitError(
                     "tensors that travel through calls and results",
                     f"one kept on the side and read at {users_line()}",

@@ -37,6 +37,12 @@ def seed_all(number: int, device: torch.device) -> None:
     np.random.seed(number & 0xFFFFFFFF)
 
 
+def draws() -> list[torch.Tensor]:
+    """Torch's random states: a function that moves them must run on one stage only."""
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.random.get_rng_state(), *cuda]
+
+
 class random_states_kept:
     """Puts the user's random states back after a step that seeds for itself."""
 

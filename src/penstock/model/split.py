@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,12 +21,22 @@ from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.allowed import refusal
 from penstock.model.cuts import balanced, hooks_of, open_enough, open_for, starts_of
+from penstock.model.flags import flags_of
 from penstock.model.record import trace
 from penstock.model.replay import Done, Passage, PathChangedError, Replay
+from penstock.model.state import State
 from penstock.model.trace import Trace
 from penstock.model.walk import Layout
 
 MANY = 4096  # sizes of inputs to remember
+
+
+class Kind(NamedTuple):
+    """What decides the path before anything runs, and numbers, which may."""
+
+    marks: Any  # modes, flags, and the structure of the inputs
+    sizes: tuple[Any, ...]  # shapes and numbers in the inputs
+    numbers: tuple[Any, ...]  # attributes of open modules
 
 
 @dataclass(frozen=True)
@@ -38,25 +49,36 @@ class Path:
     outgoing: tuple[frozenset[int], ...]
     changed: tuple[frozenset[int], ...]  # by stage: incoming values that it changes in place
     sizes: dict[Any, Passage] = field(default_factory=dict)  # of inputs known to take it, and what was then told
+    states: dict[int, State] = field(default_factory=dict)  # of the modules that each stage runs
+    numbers: set[Any] = field(default_factory=set)  # on open modules, with which inputs are known to take it
 
     def span(self, stage: int) -> tuple[int, int]:
         ends = (*self.starts[1:], len(self.trace.events))
         return self.starts[stage], ends[stage]
 
-    def noted(self, sizes: Any, told: Passage) -> Path:
-        if len(self.sizes) >= MANY:
+    def noted(self, kind: Kind, told: Passage) -> Path:
+        if max(len(self.sizes), len(self.numbers)) >= MANY:
             self.sizes.clear()
-        self.sizes.setdefault(sizes, told)
+            self.numbers.clear()
+        self.sizes.setdefault(kind.sizes, told)
+        self.numbers.add(kind.numbers)
         return self
 
     def stage_of(self, event: int) -> int:
         return bisect_right(self.starts, event) - 1
 
+    @cached_property
+    def routes(self) -> tuple[dict[int, tuple[int, ...]], ...]:
+        """By the stage that makes them: values by the stage that reads them."""
+        found: tuple[dict[int, tuple[int, ...]], ...] = tuple({} for _ in self.incoming)
+        for stage, values in enumerate(self.incoming):
+            for value, source in values.items():
+                found[source][stage] = (*found[source].get(stage, ()), value)
+        return found
+
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        return tuple(
-            sorted({(source, stage) for stage, values in enumerate(self.incoming) for source in values.values()})
-        )
+        return tuple(sorted((source, stage) for source, readers in enumerate(self.routes) for stage in readers))
 
 
 class Split:
@@ -73,8 +95,10 @@ class Split:
         _refuse_compiled(model)
         self.model, self.pieces = model, pieces
         self.cuts: list[tuple[str, int]] = []
-        # Around a trace, which runs the whole model: weights that wait elsewhere come home for it.
-        self.tracing: Callable[[], AbstractContextManager[Any]] = nullcontext
+        # Around a trace, which runs the whole model, and gives the inputs to run it with: weights that wait elsewhere
+        # come home for it, or where they are nowhere, the inputs are hollow.
+        self.tracing: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        self.whole = True  # all weights are at hand
         if pieces == 1:
             self.layout = Layout(model, frozenset())  # nothing to cut: the model itself is the one atom
             seen = trace(self.layout, args, kwargs)
@@ -88,7 +112,8 @@ class Split:
             self.cuts = [(name, 0) for name in map(self._called, cuts)]
             seen = trace(self.layout, args, kwargs)
         self.paths: dict[Any, list[Path]] = {}
-        self.first = self._learn(seen, *self._kind(args, kwargs))  # the example's path
+        seen = self._settled(seen, args, kwargs)
+        self.first = self._learn(seen, self._kind(args, kwargs))  # the example's path
         self.owner = self._owners(self.first)
         chain = {(stage, stage + 1) for stage in range(pieces - 1)}
         # stages that exchange data on the example's path, and neighbours in any case
@@ -97,50 +122,77 @@ class Split:
     def path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path:
         """The path that these inputs take."""
         self._refuse_hooks()
-        kind, sizes = self._kind(args, kwargs)
-        for path in self.paths.get(kind, ()):
-            if self._takes(path, sizes, args, kwargs):
-                return path.noted(sizes, Passage())
-        with self.tracing():
-            seen = trace(self.layout, args, kwargs)
-        return self._learn(seen, kind, sizes)
+        kind = self._kind(args, kwargs)
+        for path in self.paths.get(kind.marks, ()):
+            if self._takes(path, kind, args, kwargs):
+                return path.noted(kind, Passage())
+        likely = None if self.whole else self._likely(kind, args, kwargs)
+        if likely is not None:
+            return likely.noted(kind, Passage())
+        with self.tracing((args, kwargs)) as (args, kwargs):
+            seen = self._settled(trace(self.layout, args, kwargs), args, kwargs)
+        return self._learn(seen, kind)
 
-    def _learn(self, seen: Trace, kind: Any, sizes: Any) -> Path:
-        known = self.paths.setdefault(kind, [])
+    def _settled(self, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+        """A trace that the next forward will follow: where caches of the user's were cold, a second one."""
+        walk = self._walked(seen, Passage.of(seen), len(seen.events), args, kwargs)
+        return seen if walk is not None and walk.at == len(seen.events) else trace(self.layout, args, kwargs)
+
+    def forget(self, path: Path) -> None:
+        """Inputs of its kind will be traced again, if they can be."""
+        if self.whole:
+            for known in self.paths.values():
+                known[:] = [one for one in known if one is not path]
+
+    def _likely(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path | None:
+        """The path of inputs of a known kind and of new sizes, where no trace can tell. If open code decides otherwise
+        when it sees the true shapes, which stages tell each other, the replay finds out and says so."""
+        known = [path for path in self.paths.get(kind.marks, ()) if self._answers_alike(path.trace, args, kwargs)]
+        return known[0] if len(known) == 1 else None
+
+    def _answers_alike(self, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether open code that looks at these inputs' data finds what it found on the trace."""
+        if not seen.answers:
+            return True
+        walk = self._walked(seen, Passage(), seen.decided, args, kwargs)
+        return walk is not None and tuple(walk.answers) == seen.answers
+
+    def _learn(self, seen: Trace, kind: Kind) -> Path:
+        known = self.paths.setdefault(kind.marks, [])
         signature = seen.signature()
         for path in known:
             if path.trace.signature() == signature:
-                return path.noted(sizes, Passage.of(seen))
+                return path.noted(kind, Passage.of(seen))
         fresh = self._path(seen)
         self._refuse_parted_hooks(fresh)
         known.append(fresh)
-        return fresh.noted(sizes, Passage.of(seen))
+        return fresh.noted(kind, Passage.of(seen))
 
-    def _takes(self, path: Path, sizes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _takes(self, path: Path, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether these inputs take a path, as far as can be told without running the model.
 
         The code is the same: shapes, and answers about data, decide. What shapes the model makes of new sizes is not
         known; where open code looks at them, only a trace can tell.
         """
-        seen, told = path.trace, path.sizes.get(sizes)
+        seen, told = path.trace, path.sizes.get(kind.sizes)
         if told is None and seen.asks:
             return False
-        sure = told is not None and _ANY not in sizes
+        sure = told is not None and _ANY not in kind.sizes and kind.numbers in path.numbers
         if sure and not seen.answers:
             return True
         if told is not None and sure:
-            walk = self._walked(path, told, seen.decided, args, kwargs)
+            walk = self._walked(seen, told, seen.decided, args, kwargs)
             if walk is not None and tuple(walk.answers) == seen.answers:
                 return True
-        walk = self._walked(path, told or Passage(), len(seen.events), args, kwargs)
+        walk = self._walked(seen, told or Passage(), len(seen.events), args, kwargs)
         return walk is not None and walk.at == len(seen.events)
 
     def _walked(
-        self, path: Path, told: Passage, stop: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, seen: Trace, told: Passage, stop: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Replay | None:
         """A walk of so many events, all of them skipped, or None if the inputs took another path."""
-        end = len(path.trace.events)
-        walk = Replay(self.layout, path.trace, (end, end), {}, frozenset(), told, stop=stop)
+        end = len(seen.events)
+        walk = Replay(self.layout, seen, (end, end), {}, frozenset(), told, stop=stop)
         inputs = walk.meet_inputs((args, kwargs))
         try:
             walk.forward(*inputs)
@@ -164,10 +216,9 @@ class Split:
         replay = Replay(self.layout, path.trace, path.span(stage), received, path.outgoing[stage], passage, around)
         try:
             result = replay.run(args, kwargs)
-        except PathChangedError as error:
-            raise SplitError(
-                "a forward that takes the path it took on its trace", str(error), "keep such decisions inside one block"
-            ) from None
+        except PathChangedError:
+            self.forget(path)
+            raise
         return replay.made, result
 
     def parameters(self, stage: int) -> dict[str, nn.Parameter]:
@@ -180,6 +231,37 @@ class Split:
         used = self.first.trace.parameters().items()
         named = {name for name, events in used if any(self.first.stage_of(at) == stage for at in events)}
         return named | {name for name, owner in self.owner.items() if owner == stage}
+
+    def buffer_stages(self) -> dict[str, int]:
+        """The stage of every buffer that lies inside some atom, by name. Others are the same on every stage."""
+        found: dict[int, int] = {}
+        for at, event in enumerate(self.first.trace.events):
+            if event.atom:
+                for buffer in self._submodule(event.name).buffers():
+                    found.setdefault(id(buffer), self.first.stage_of(at))
+        named = self.model.named_buffers(remove_duplicate=False)
+        return {name: found[id(buffer)] for name, buffer in named if id(buffer) in found}
+
+    def ties(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several stages use: those stages, the owner's first."""
+        canonical = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        every = dict(self.model.named_parameters(remove_duplicate=False))
+        users: dict[str, set[int]] = {}
+        for name, events in self.first.trace.parameters().items():
+            users.setdefault(canonical[id(every[name])], set()).update(map(self.first.stage_of, events))
+        return {name: tuple(sorted(stages)) for name, stages in users.items() if len(stages) > 1}
+
+    def modules(self, path: Path, stage: int) -> list[nn.Module]:
+        """Those a stage runs on a path: what its atoms are made of, and the open ones around them."""
+        first, last = path.span(stage)
+        names = {event.name for event in path.trace.events[first:last] if event.atom}
+        return [*self.layout.open, *(m for name in sorted(names) for m in self._submodule(name).modules())]
+
+    def _submodule(self, name: str) -> nn.Module:
+        try:
+            return self.model.get_submodule(name)
+        except AttributeError:
+            return nn.Identity()  # called though it is no part of the model
 
     def _path(self, seen: Trace) -> Path:
         starts = starts_of(seen, self.cuts)
@@ -224,11 +306,12 @@ class Split:
         """The name under which walks know a module that has several."""
         return str(self.layout.names[id(self.model.get_submodule(name))])
 
-    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """What decides the path before anything runs, and the numbers in the inputs, which may."""
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
         modes = (torch.is_grad_enabled(), *[module.training for module in self.layout.modules])
+        flags, numbers = flags_of(self.layout.open)
         sizes: list[Any] = []
-        return (modes, _mark((args, kwargs), sizes)), tuple(sizes)
+        marks = (modes, flags, _mark((args, kwargs), sizes))
+        return Kind(marks, tuple(sizes), numbers)
 
     def _refuse_hooks(self) -> None:
         for module in self.layout.open:
@@ -286,6 +369,9 @@ def _mark(value: Any, sizes: list[Any]) -> Any:
     if isinstance(value, torch.Tensor):
         sizes.append(tuple(value.shape))
         return (value.dtype, value.dim(), value.requires_grad)
+    if isinstance(value, (list, tuple)) and value and all(isinstance(part, str) for part in value):
+        sizes += (len(value), _ANY)  # one a row, most likely: other words make no other path
+        return (type(value), str)
     if tree.is_container(value):
         return (type(value), tuple(tree.keys(value)), tuple(_mark(part, sizes) for part in tree.parts(value)))
     if isinstance(value, (bool, str, bytes, type(None), torch.dtype, torch.device, Enum)):

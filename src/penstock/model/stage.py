@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from penstock.model.batchnorm import DeferredNorms
-from penstock.model.buffers import Buffers, Saved
+from penstock.model.buffers import Buffers
 from penstock.model.loss import Loss
-from penstock.model.offload import Offload, saving, to_host
+from penstock.model.offload import Offload, saving, to_device, to_host
 from penstock.model.replay import Passage
 from penstock.model.seeding import mixed, seed_all
 from penstock.model.split import Path, Split
 from penstock.model.split_backward import WeightQueue, deferring
+from penstock.model.state import Saved, State
 
 Values = dict[int, torch.Tensor]  # by the number of the value in the path's trace
 
@@ -71,7 +72,7 @@ class _Inputs:
     """What it keeps instead where the forward will be run again."""
 
     received: Values
-    buffers: Saved
+    state: Saved  # of the stage's modules
     split_backward: bool
 
 
@@ -86,9 +87,14 @@ class Stage:
         norms: DeferredNorms,
         buffers: Buffers,
         parameters: list[nn.Parameter],
+        shared: Sequence[nn.Parameter] = (),
     ) -> None:
         self.split, self.index, self.settings, self.norms, self.buffers = split, index, settings, norms, buffers
         self.parameters = parameters  # that its forward uses
+        # Of parameters that other stages use too, gradients are kept apart: added stage by stage in the end, they have
+        # the same bits whoever runs the stages.
+        self.shared = list(shared)
+        self.parts: dict[nn.Parameter, torch.Tensor] = {}
         self.last = index == split.pieces - 1
         self.root = 1.0  # what the gradient of a loss starts from
         self.kept: dict[int, _Graph | _Inputs] = {}
@@ -102,7 +108,7 @@ class Stage:
         if self._runs_again(job):
             # With gradients on, as the second time: else hooks of the user's could not be put on, and kernels that are
             # chosen by it would give other bits. The graph goes as soon as the forward is over.
-            self.kept[job.number] = _Inputs(self._parked(received), self.buffers.save(), split_backward)
+            self.kept[job.number] = _Inputs(self._parked(received), self._state(job).save(), split_backward)
             _, made, result = self._record(job, received, split_backward=False)
         else:
             with self._saving():
@@ -119,18 +125,38 @@ class Stage:
         if graph.queue is not None:
             self.queues[job.number] = graph.queue
         if roots:
-            with deferring(graph.queue) if graph.queue is not None else contextlib.nullcontext():
+            deferred = deferring(graph.queue) if graph.queue is not None else contextlib.nullcontext()
+            with deferred, self._own_parts():
                 torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         return {value: leaf.grad for value, leaf in graph.leaves.items() if leaf.grad is not None}
 
     def weight_gradient(self, job: Job) -> None:
         """The weight gradients that the input gradient left for later."""
-        self.queues.pop(job.number).run()
+        with self._own_parts():
+            self.queues.pop(job.number).run()
 
     def drop(self) -> None:
         """Forget what an interrupted step has left behind."""
         self.kept.clear()
         self.queues.clear()
+        self.parts.clear()
+
+    @contextlib.contextmanager
+    def _own_parts(self) -> Iterator[None]:
+        """While this stage's gradients are made, `.grad` of shared parameters is its own part."""
+        if not self.shared:
+            yield
+            return
+        before = {parameter: parameter.grad for parameter in self.shared}
+        for parameter in self.shared:
+            parameter.grad = self.parts.pop(parameter, None)
+        try:
+            yield
+        finally:
+            for parameter, gradient in before.items():
+                if parameter.grad is not None:
+                    self.parts[parameter] = parameter.grad
+                parameter.grad = gradient
 
     def _runs_again(self, job: Job) -> bool:
         recompute = self.settings.recompute
@@ -139,24 +165,32 @@ class Stage:
     def _record(self, job: Job, received: Values, split_backward: bool) -> tuple[_Graph, Values, Any]:
         """Run with a graph, from leaves that collect the gradients to be sent back."""
         self.forwards += 1
-        known = job.path.trace.values
-        leaves = {v: t.detach().requires_grad_(known[v].grad and t.is_floating_point()) for v, t in received.items()}
+        known, told = job.path.trace.values, job.passage.grads
+        leaves = {
+            v: t.detach().requires_grad_(told.get(v, known[v].grad) and (t.is_floating_point() or t.is_complex()))
+            for v, t in received.items()
+        }
         queue = WeightQueue() if split_backward else None
         made, result = self._run(job, leaves, queue)
+        for value, tensor in made.items():
+            if tensor.requires_grad != known[value].grad:  # a flag of the user's, since the trace
+                told[value] = tensor.requires_grad
         history = {value: tensor for value, tensor in made.items() if tensor.requires_grad}
         return _Graph(leaves, history, result if isinstance(result, Loss) else None, queue), made, result
 
     def _record_again(self, job: Job, kept: _Inputs) -> _Graph:
-        received = {value: tensor.to(self.settings.device) for value, tensor in kept.received.items()}
-        with self._second_time(kept.buffers), self._saving():
+        """A forward that was counted already: norms do not gather, and modules keep what they kept the first time."""
+        received = {value: to_device(tensor, self.settings.device) for value, tensor in kept.received.items()}
+        with self.norms.looking_away(), self._state(job).as_they_were(kept.state), self._saving():
             return self._record(job, received, kept.split_backward)[0]
 
     def _run(self, job: Job, values: Values, queue: WeightQueue | None = None) -> tuple[Values, Any]:
         changed = job.path.changed[self.index]
         fed = {v: t.clone() if v in changed else t for v, t in values.items()} if changed else values
-        seed_all(mixed(self.settings.seed, job.step, self.index, job.number), self.settings.device)
+        if job.step >= 0:  # else with random numbers as they come
+            seed_all(mixed(self.settings.seed, job.step, self.index, job.number), self.settings.device)
         defer = contextlib.nullcontext if queue is None else functools.partial(deferring, queue)
-        with self.settings.autocast():
+        with self.settings.autocast(), self.norms.forward(self.index):
             made, result = self.split.run(job.path, self.index, fed, job.passage, job.args, job.kwargs, defer)
             return made, job.finish(result) if self.last else None
 
@@ -170,15 +204,13 @@ class Stage:
             return received
         return {value: to_host(tensor) for value, tensor in received.items()}
 
-    @contextlib.contextmanager
-    def _second_time(self, before: Saved) -> Iterator[None]:
-        """A forward that was counted already: norms do not gather, buffers are those of the first time."""
-        watching, self.norms.watching = self.norms.watching, False
-        try:
-            with self.buffers.as_they_were(before):
-                yield
-        finally:
-            self.norms.watching = watching
+    def _state(self, job: Job) -> State:
+        """What the modules that this stage runs keep between forwards."""
+        known = job.path.states.get(self.index)
+        if known is None:
+            modules = self.split.modules(job.path, self.index)
+            known = job.path.states[self.index] = self.buffers.within(modules, job.path.trace.generators)
+        return known
 
 
 def _detached(result: Any) -> Any:

@@ -75,6 +75,8 @@ class Trace:
     withheld: frozenset[type] = frozenset()  # objects in the result that hold what several stages made
     answers: tuple[Any, ...] = ()  # of looks at data in open code: inputs of the same kind may take different paths
     decided: int = 0  # the event before which the last of them was given
+    generators: tuple[Any, ...] = ()  # that the forward draws from and no module holds
+    result: Any = None  # of the forward, with empty tensors in it
     stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)  # by value; they hold nothing, so they are shared
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ def replace_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     return _with(value, inner, [replace_leaves(part, change) for part in inner])
 
 
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same value with every part of it changed, if it has parts."""
+    inner = parts(value)
+    return _with(value, inner, [change(part) for part in inner]) if inner else value
+
+
 def is_container(value: Any) -> bool:
     return isinstance(value, (tuple, list, Mapping)) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -95,6 +102,8 @@ def _with(value: Any, before: Sequence[Any], after: list[Any]) -> Any:
         return type(value)(after)
     if isinstance(value, list):
         return type(value)(after)
+    if isinstance(value, MappingProxyType):
+        return MappingProxyType(dict(zip(keys(value), after, strict=True)))
     fresh = copy.copy(value)
     for key, part in zip(keys(value), after, strict=True):
         if isinstance(value, Mapping):

@@ -7,7 +7,7 @@ must not show it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,40 +16,31 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model import tree
-from penstock.model.walk import Walk, users_line
+from penstock.model.holders import OWN
+from penstock.model.state import State
+from penstock.model.walk import Walk, is_walking, users_line
 
 _DRAWS = tuple(
     name
     for name, function in vars(random).items()
     if isinstance(getattr(function, "__self__", None), random.Random) and name not in ("getstate", "setstate")
 )
-_OWN = frozenset(vars(nn.Module()))  # what torch keeps on every module
 
 
 class untouched:
-    """Put buffers, attributes and random states back as they were."""
+    """Put buffers, attributes, what they hold, and random states back as they were. `more` are generators that the
+    forward draws from and no module holds."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, more: Iterable[torch.Generator] = ()) -> None:
+        self.state = State(model.modules(), more=more)
 
     def __enter__(self) -> None:
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers() if not buffer.is_meta]
-        self.attributes = [(m, dict(vars(m)), dict(m._buffers)) for m in self.model.modules()]
+        self.before = self.state.save()
         self.chance = _chance()
         self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def __exit__(self, *_: object) -> None:
-        for module, attributes, buffers in self.attributes:
-            if _differs(vars(module), attributes):
-                vars(module).clear()
-                vars(module).update(attributes)
-            if _differs(module._buffers, buffers):
-                module._buffers.clear()
-                module._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, before in self.buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+        self.state.restore(self.before)
         state, numpy_state, torch_state = self.chance
         random.setstate(state)
         np.random.set_state(numpy_state)
@@ -65,10 +56,6 @@ def copied(value: Any) -> Any:
 
 def _chance() -> tuple[Any, Any, torch.Tensor]:
     return random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-
-
-def _differs(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    return now.keys() != before.keys() or any(now[name] is not before[name] for name in now)
 
 
 class no_side_effects:
@@ -92,7 +79,7 @@ class no_side_effects:
         walk, keep = self.walk, self.setattr
 
         def kept(module: nn.Module, name: str, value: Any) -> None:
-            if id(module) in walk.layout.names and not _same(getattr(module, name, None), value):
+            if is_walking() and id(module) in walk.layout.names and not _same(getattr(module, name, None), value):
                 if not walk.inside:
                     _refuse_state(f"{_named(walk, module)}.{name} set at {users_line()}")
                 self._watch_reads()
@@ -121,7 +108,7 @@ class no_side_effects:
 
         def looked(module: nn.Module, name: str) -> Any:
             made = self.kept_inside.get((id(module), name))
-            if made is not None and (made != self.now() or not self.walk.inside):
+            if made is not None and is_walking() and (made != self.now() or not self.walk.inside):
                 self.read(made)
             return object.__getattribute__(module, name)
 
@@ -138,7 +125,7 @@ class no_side_effects:
 
     def _watched(self, draw: Callable[..., Any]) -> Callable[..., Any]:
         def asked(*args: Any, **kwargs: Any) -> Any:
-            if not self.walk.inside:
+            if is_walking() and not self.walk.inside:
                 _refuse_draw(f"one at {users_line()}")
             return draw(*args, **kwargs)
 
@@ -177,7 +164,7 @@ def _contents(module: nn.Module) -> dict[str, list[int]]:
     return {
         name: [id(item) for item in (held.values() if isinstance(held, dict) else held)]
         for name, held in vars(module).items()
-        if isinstance(held, (list, set, dict)) and (name == "_buffers" or name not in _OWN)
+        if isinstance(held, (list, set, dict)) and (name == "_buffers" or name not in OWN)
     }
 
 

@@ -9,6 +9,7 @@ records the events of one forward; a replay runs those of one stage and skips th
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -70,12 +71,12 @@ class Walk(TorchFunctionMode):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward under this walk."""
         with watching():
-            watching.walk, before = self, watching.walk
+            _running.walk, before = self, _running.walk
             try:
                 with self:
                     return self.layout.model(*args, **kwargs)
             finally:
-                watching.walk = before
+                _running.walk = before
 
     def native(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run something as if nobody watched."""
@@ -104,6 +105,17 @@ class Walk(TorchFunctionMode):
         return self.glue(_name(func), func, args, kwargs or {})
 
 
+class _Running(threading.local):
+    """The walk of each thread: what another thread does meanwhile is no part of it."""
+
+    def __init__(self) -> None:
+        self.walk: Walk | None = None
+
+
+_running = _Running()
+_lock = threading.Lock()
+
+
 class watching:
     """Calls of modules and of autograd Functions come to the running walk first. May be entered inside itself.
 
@@ -111,24 +123,30 @@ class watching:
     inherit from makes Python forget what it has looked up in each of them.
     """
 
-    depth = 0
-    walk: Walk | None = None
+    depth = 0  # in all threads
 
     def __enter__(self) -> None:
-        if not watching.depth:
-            nn.Module.__call__ = _call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
-        watching.depth += 1
+        with _lock:
+            if not watching.depth:
+                nn.Module.__call__ = _call  # type: ignore[method-assign]
+                torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+            watching.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        watching.depth -= 1
-        if not watching.depth:
-            nn.Module.__call__ = _CALL  # type: ignore[method-assign]
-            torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
+        with _lock:
+            watching.depth -= 1
+            if not watching.depth:
+                nn.Module.__call__ = _CALL  # type: ignore[method-assign]
+                torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
+
+
+def is_walking() -> bool:
+    """Whether this thread is in a walk's forward."""
+    return _running.walk is not None
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    walk = watching.walk
+    walk = _running.walk
     if walk is None or walk.inside or id(module) in walk.layout.opened:
         return _CALL(module, *args, **kwargs)
     name = walk.layout.names.get(id(module), f"({type(module).__name__})")
@@ -136,7 +154,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-    walk, run = watching.walk, _APPLY.__func__
+    walk, run = _running.walk, _APPLY.__func__
     if walk is None:
         return run(cls, *args, **kwargs)
     if walk.inside:

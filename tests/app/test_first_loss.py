@@ -112,3 +112,57 @@ def test_the_comparison_leaves_no_trace():
     assert torch.equal(torch.random.get_rng_state(), state)
     assert [int(b) for n, b in model.named_buffers() if n.endswith("tracked")] == [1] * 8
     assert all(stage.forwards == 4 for stage in pipe.stages)
+
+
+def test_dropout_inside_the_model_does_not_hide_a_hidden_weight():
+    x, y = some_ignored()
+    pipe = Pipeline(
+        Scored(0.3).double(), example=(x[:2], y[:2]), stages=2, microbatches=4, loss=lambda out, _: out["loss"]
+    )
+    with pytest.warns(UserWarning, match=r"return \(sum, weight\)"):
+        pipe.step((x, y))
+
+
+class TimeFirst(nn.Module):
+    """As torch's recurrent layers are by default: the first dimension is time, and the batch the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.out(self.rnn(x)[0])
+
+
+def test_a_model_whose_rows_are_not_the_first_dimension_is_told_so():
+    x, y = torch.randn(8, 3, 6), torch.randn(8, 3, 6)
+    (message,) = first_step(TimeFirst(), F.mse_loss, x, y)
+    assert "batch_first=True" in message
+
+
+def test_rows_that_are_the_first_dimension_are_quiet():
+    x, y = torch.randn(8, 3, 6), torch.randn(8, 3, 6)
+    model = TimeFirst()
+    model.rnn.batch_first = True
+    assert first_step(model, F.mse_loss, x, y) == []
+
+
+class Counting(nn.Module):
+    """Keeps a number and a list in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.bank = nn.Linear(6, 6), 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.bank.append(self.calls)
+        return self.linear(x) * (1 + 0.1 * self.calls)
+
+
+def test_the_comparison_leaves_no_trace_in_plain_attributes():
+    model = nn.Sequential(Counting(), nn.Linear(6, 6)).double()
+    pipe = Pipeline(model, example=torch.randn(2, 6).double(), stages=2, microbatches=4, loss=F.mse_loss)
+    pipe.step(torch.randn(8, 6).double(), torch.randn(8, 6).double())
+    assert model[0].calls == 4
+    assert model[0].bank == [1, 2, 3, 4]

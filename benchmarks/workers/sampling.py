@@ -1,0 +1,89 @@
+"""Times of all contenders, interleaved, without the samples that somebody else disturbed.
+
+Two signs of a disturbance: cores that were busy with other processes (`benchmarks.quiet`), and cores that were slow,
+as a fixed piece of work just before and after the step tells (neighbours on the same physical machine show only so).
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import dataclass, field
+
+from benchmarks.quiet import quiet_sample
+
+SLOWER = 1.10  # a probe that takes this much longer than the run's fastest says that the core was slow
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step of one contender: seconds from the first rank's begin to the last one's end."""
+
+    seconds: float
+    cpu: float  # of all ranks together
+    alone: bool  # nobody else had the cores
+    probe: float
+    told: list
+
+    @classmethod
+    def of(cls, laps, alone):
+        seconds = max(lap.end for lap in laps) - min(lap.begin for lap in laps)
+        cpu, probe = sum(lap.cpu for lap in laps), max(lap.probe for lap in laps)
+        return cls(seconds, cpu, alone, probe, [lap.told for lap in laps])
+
+
+@dataclass
+class Samples:
+    """Of one contender."""
+
+    speed: Speed
+    all: list[Sample] = field(default_factory=list)
+
+    @property
+    def quiet(self):
+        return [sample for sample in self.all if sample.alone and self.speed.was_usual(sample.probe)]
+
+    @property
+    def used(self):
+        """Where nothing was quiet, what there is: the table says so."""
+        return self.quiet or self.all
+
+    @property
+    def seconds(self):
+        return statistics.median(sample.seconds for sample in self.used)
+
+    def told(self, rank, what):
+        return statistics.median(sample.told[rank][what] for sample in self.used)
+
+    def to_json(self):
+        kept = self.quiet
+        noisy = [sample.seconds for sample in self.all if sample not in kept]
+        cpu = statistics.median(sample.cpu for sample in self.used)
+        quiet = [sample.seconds for sample in kept]
+        return {"median": self.seconds, "cpu": cpu, "quiet": quiet, "noisy": noisy}
+
+
+@dataclass
+class Speed:
+    """The fastest probe of a run."""
+
+    best: float = float("inf")
+
+    def was_usual(self, probe):
+        return not probe or probe <= SLOWER * self.best
+
+
+def collect(team, names, repetitions, patience=2):
+    """That many quiet samples of every contender, or what `patience` times as many rounds give."""
+    speed, dice = Speed(), random.Random(0)
+    found = {name: Samples(speed) for name in names}
+    for name in names:  # warm: buffers, shapes, pages
+        team.ask("step", name)
+    for turn in range(patience * repetitions):
+        wanted = [name for name in names if turn < repetitions or len(found[name].quiet) < repetitions]
+        for name in dice.sample(wanted, len(wanted)):
+            with quiet_sample() as sample:
+                laps = team.ask("step", name)
+            found[name].all.append(Sample.of(laps, sample.quiet))
+            speed.best = min(speed.best, found[name].all[-1].probe)
+    return found

@@ -1,0 +1,225 @@
+"""From what the user asked for to the parts of a pipeline: split, proven schedule, stages, engine, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.app.crew import Crew, muster, require_agreement, same_weights, structure_of
+from penstock.app.feed import Feed
+from penstock.app.optimize import Optimizers
+from penstock.app.settings import Wanted, home_of, read_precision, read_recompute, read_schedule, with_edges
+from penstock.app.state import release
+from penstock.app.verify import compare_with_whole
+from penstock.core.check import Proven, prove
+from penstock.core.schedule import Schedule
+from penstock.engine.alone import Alone
+from penstock.engine.clock import Clock
+from penstock.engine.inline import InlineEngine
+from penstock.engine.lanes import Lanes, lane_names
+from penstock.engine.ties import Tie, Ties
+from penstock.engine.transport.choose import open_lanes
+from penstock.engine.worker import Worker
+from penstock.engine.world import World
+from penstock.errors import InputError, SplitError
+from penstock.model.batch import as_call, piece, require_device
+from penstock.model.batchnorm import DeferredNorms
+from penstock.model.buffers import Buffers
+from penstock.model.chain import Chain
+from penstock.model.materialise import is_weightless, materialise, traceable
+from penstock.model.offload import Offload, Swap
+from penstock.model.split import Split
+from penstock.model.stage import Settings, Stage
+
+
+@dataclass
+class Assembled:
+    """The parts of one process's share in a pipeline."""
+
+    crew: Crew
+    split: Split
+    schedule: Schedule
+    stages: list[Stage]  # of this process
+    engine: InlineEngine | Worker
+    optimizers: Optimizers
+    norms: DeferredNorms
+    buffers: Buffers
+    feed: Feed
+    clock: Clock | None
+    device: torch.device
+    settings: Settings
+
+
+def assemble(wanted: Wanted) -> Assembled:
+    """Build everything; what is refused is refused before anything of the model's has moved."""
+    model, cuts, stages = _as_model(wanted)
+    built = read_schedule(wanted.schedule, stages, wanted.microbatches, wanted.chunks, cuts)
+    crew = muster(built.shape, wanted.timeout)
+    bare = is_weightless(model)
+    _require_weights(crew, bare)
+    device = torch.get_default_device() if bare else home_of(model)
+    args, kwargs = as_call(wanted.example)
+    require_device(wanted.example, device)
+    moves = Offload.read(wanted.offload)
+    precision = read_precision(wanted.precision, device)
+    settings = Settings(device, wanted.seed, read_recompute(wanted.recompute), moves, precision)
+    feed = Feed(crew, wanted.data, device)
+    if not crew.alone:
+        _agree(crew, model, built, wanted)
+    with traceable(model, (args, kwargs)) as (args, kwargs):
+        split = Split(model, built.shape.stages, args, kwargs, None if cuts is None else list(cuts))
+        schedule = with_edges(wanted.schedule, built, split.edges, wanted.chunks)
+        proven = prove(schedule)
+        if wanted.verify and not bare:
+            compare_with_whole(split, args, kwargs, device)
+        if not crew.alone:
+            _rehearse(split, args, kwargs)
+    if bare:
+        materialise(model, _needed(split, crew.here), device, wanted.load)
+    return _joined(wanted, crew, split, proven, settings, feed)
+
+
+def _joined(wanted: Wanted, crew: Crew, split: Split, proven: Proven, settings: Settings, feed: Feed) -> Assembled:
+    """The parts that depend on which stages are this process's."""
+    model = split.model
+    used, tied = _used(split), split.ties()
+    if not crew.alone:
+        _require_parted_buffers(crew, split)
+    named = dict(model.named_parameters())
+    norms, buffers = DeferredNorms(model), Buffers(model)
+    shared = {stage: [named[name] for name, users in tied.items() if stage in users] for stage in crew.here}
+    stages = [Stage(split, at, settings, norms, buffers, used[at], shared[at]) for at in crew.here]
+    lanes = _open(wanted, crew, proven.schedule, tied, settings.device)
+    ties = Ties([Tie(name, named[name], users) for name, users in tied.items()], stages, lanes)
+    owned = {at: split.parameters(at) for at in crew.here}
+    optimizers = Optimizers(
+        owned, wanted.optimizer, wanted.lr_scheduler, wanted.clip, wanted.accumulate, wanted.precision == "fp16",
+        crew.world.gather, ties,
+    )  # fmt: skip
+    # Last, when nothing is left to refuse: from here on weights may move.
+    swap = Swap(
+        [used[at] if Offload.WEIGHTS in settings.offload else [] for at in range(split.pieces)], settings.device
+    )
+    optimizers.turn = swap.turn
+    split.tracing = swap.whole
+    clock = None if crew.alone or not wanted.timeline else Clock()
+    if crew.alone:
+        engine: InlineEngine | Worker = InlineEngine(proven, stages, swap.turn)
+    else:
+        release(model, [parameter for stage in stages for parameter in stage.parameters])
+        split.whole, split.tracing = False, partial(_hollow, split)
+        ties.spread()
+        assert lanes is not None
+        assert isinstance(crew.world, World)
+        engine = Worker(proven, crew.world.rank, stages, lanes, crew.world.watch, swap.turn, clock)
+    return Assembled(
+        crew, split, proven.schedule, stages, engine, optimizers, norms, buffers, feed, clock, settings.device, settings
+    )
+
+
+def _as_model(wanted: Wanted) -> tuple[nn.Module, Any, int | None]:
+    if isinstance(wanted.model, nn.Module):
+        return wanted.model, wanted.cuts, wanted.stages
+    chain = Chain(list(wanted.model))
+    return chain, [f"stages.{i}" for i in range(1, len(chain.stages))], len(chain.stages)
+
+
+def _require_weights(crew: Crew, bare: bool) -> None:
+    if bare and crew.alone:
+        advice = "give it weights first: materialise(model, [name for name, _ in model.named_parameters()])"
+        raise InputError("a model with weights, as one process runs all stages", "a weightless one", advice)
+
+
+def _agree(crew: Crew, model: nn.Module, schedule: Schedule, wanted: Wanted) -> None:
+    require_agreement(
+        crew,
+        {
+            "model": structure_of(model),
+            "schedule": f"{schedule.shape.name} of {len(schedule)} actions",
+            "micro-batches": wanted.microbatches,
+            "cuts": None if wanted.cuts is None else list(wanted.cuts),
+            "seed": wanted.seed,
+            "precision": wanted.precision,
+            "recompute": wanted.recompute,
+            "clip": wanted.clip,
+            "accumulate": wanted.accumulate,
+            "data": wanted.data,
+        },
+    )
+    same_weights(crew, model)
+
+
+def _open(
+    wanted: Wanted, crew: Crew, schedule: Schedule, tied: dict[str, tuple[int, ...]], device: torch.device
+) -> Lanes | None:
+    if isinstance(crew.world, Alone):
+        return None
+    pairs = [(users[0], user) for users in tied.values() for user in users[1:]]
+    names = lane_names(crew.placement, schedule.shape.edges, pairs)
+    return open_lanes(crew.world, names, crew.placement, device, wanted.transport)
+
+
+def _used(split: Split) -> list[list[nn.Parameter]]:
+    """The parameters of each stage's forward: a tied one on every stage that uses it, an unused one on its owner's."""
+    named = dict(split.model.named_parameters(remove_duplicate=False))
+    return [
+        list({id(named[name]): named[name] for name in sorted(split.uses(stage))}.values())
+        for stage in range(split.pieces)
+    ]
+
+
+def _needed(split: Split, here: tuple[int, ...]) -> list[str]:
+    return sorted({name for stage in here for name in split.uses(stage)})
+
+
+def _require_parted_buffers(crew: Crew, split: Split) -> None:
+    """A buffer that changes on two ranks would become two buffers."""
+    places: dict[str, set[int]] = {}
+    for at, event in enumerate(split.first.trace.events):
+        for name in event.buffers:
+            places.setdefault(name, set()).add(crew.placement[split.first.stage_of(at)])
+    for name, ranks in places.items():
+        if len(ranks) > 1:
+            raise SplitError(
+                "a buffer that the forward changes to be used by one rank",
+                f"{name!r} on ranks {sorted(ranks)}",
+                "cut where one stage has all its uses",
+            )
+
+
+def _rehearse(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Trace the example in every mode while all weights are here; later there is only one stage's. One row of it, too:
+    code that broadcasts may treat that in a way of its own."""
+    modes = [(module, module.training) for module in split.model.modules()]
+    given = [(args, kwargs), piece((args, kwargs), 0, 1)]
+    try:
+        for mode in (None, False, True):
+            if mode is not None:
+                split.model.train(mode)
+            for gradients, (some, named) in product((torch.enable_grad, torch.no_grad), given):
+                with gradients(), suppress(Exception):  # a model need not run in every mode
+                    split.path(some, named)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _hollow(split: Split, inputs: Any) -> Iterator[Any]:
+    """A trace without weights, for inputs of a kind that the example was not."""
+    with traceable(split.model, inputs) as hollow:
+        try:
+            yield hollow
+        except (RuntimeError, NotImplementedError) as error:
+            raise SplitError(
+                "inputs of the example's kind, or a model whose path can be found without its weights",
+                f"others, and {type(error).__name__}: {str(error).splitlines()[0]}",
+                "make the Pipeline with an example of this kind",
+            ) from error

@@ -1,0 +1,32 @@
+"""The user's random states: what a script that shuffles or augments draws from. Stages seed for themselves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.app.plain_values import read, written
+
+
+def random_states(device: torch.device) -> Any:
+    """As JSON takes it."""
+    states: dict[str, Any] = {
+        "torch": torch.default_generator.get_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return written(states, "the random states")
+
+
+def set_random_states(told: Any, device: torch.device) -> None:
+    states = read(told)
+    torch.default_generator.set_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,45 @@
+"""A config as a TOML file on disk."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from penstock.app.config import Config, read_sections
+from penstock.app.config_faults import require_none
+from penstock.app.config_rules import rules
+from penstock.errors import FormatError
+
+
+def read_config(path: str | Path, changes: dict[str, Any] | None = None) -> Config:
+    """The config in a file, with some values (by dotted key) in place of the file's; all its faults at once."""
+    raw = _parsed(Path(path))
+    for key, value in (changes or {}).items():
+        section, name = key.split(".")
+        given = raw.setdefault(section, {})
+        if isinstance(given, dict):
+            given[name] = value
+    return understood(raw, str(path))
+
+
+def understood(raw: dict[str, Any], where: str) -> Config:
+    """A config from what a TOML file holds."""
+    found = read_sections(raw)
+    require_none(where, [*found.faults, *rules(found.good)])
+    return Config.model_construct(None, **found.sections)
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FormatError(str(path), "a readable TOML file", error.strerror, "check the path") from None
+    except UnicodeDecodeError:
+        raise FormatError(str(path), "a TOML file in UTF-8", "another encoding", "save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        said, line = str(error), re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+        where = f"{path}:{line[1]}:{line[2]}" if line else str(path)
+        what = said[: line.start()].strip() if line else said
+        raise FormatError(where, "TOML", what[:1].lower() + what[1:], "correct the line") from None

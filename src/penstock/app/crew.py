@@ -1,0 +1,149 @@
+"""Which process runs which stages, and what the processes must agree on before they start."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.core.shape import Shape
+from penstock.engine.alone import Alone
+from penstock.engine.transport.lane import Message
+from penstock.engine.transport.packet import from_bytes, to_bytes
+from penstock.engine.world import World, join
+from penstock.errors import InputError, SplitError
+from penstock.model import tree
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The processes of one pipeline, seen from one of them."""
+
+    world: World | Alone
+    placement: tuple[int, ...]  # the rank of every stage; all 0 where one process runs them all
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The stages that this process runs."""
+        return tuple(stage for stage, rank in enumerate(self.placement) if rank == self.world.rank)
+
+    @property
+    def last(self) -> int:
+        """The rank that has the model's results."""
+        return self.placement[-1]
+
+    @property
+    def alone(self) -> bool:
+        return self.world.size == 1
+
+    def tell(self, found: Any) -> Any:
+        """A few plain values that the last stage's rank knows, to every rank."""
+        mine = json.dumps(found).encode() if self.world.rank == self.last else None
+        return json.loads(self.world.broadcast(mine, self.last))
+
+    def result(self, found: Any, example: Any, device: torch.device) -> Any:
+        """A result of the model's, which the last stage's rank has, on every rank. `example` has its structure."""
+        if self.alone:
+            return found
+        if self.world.rank == self.last:
+            self.world.broadcast(_leaves(found), self.last)
+            return found
+        message = from_bytes(self.world.broadcast(None, self.last))
+        words = iter(json.loads(message.told))
+
+        def leaf(_: Any) -> Any:
+            word = next(words)
+            return message.values[word["at"]].to(device) if isinstance(word, dict) else word
+
+        return tree.replace_leaves(example, leaf)
+
+    def require_lanes(self, edges: Iterable[tuple[int, int]], known: Iterable[tuple[int, int]]) -> None:
+        """Refuse a batch whose values take ways between ranks that the example's did not."""
+        strange = (
+            [] if self.alone else sorted({e for e in edges if self.placement[e[0]] != self.placement[e[1]]} - {*known})
+        )
+        if strange:
+            raise SplitError(
+                "batches whose values cross between the stages that the example's cross between",
+                f"one from stage {strange[0][0]} to stage {strange[0][1]}",
+                "make the Pipeline with an example of this kind",
+            )
+
+
+def _leaves(result: Any) -> bytes:
+    tensors: dict[int, torch.Tensor] = {}
+    words: list[Any] = []
+    for leaf in tree.leaves(result):
+        if isinstance(leaf, torch.Tensor):
+            words.append({"at": len(tensors)})
+            tensors[len(tensors)] = leaf
+        else:
+            words.append(leaf if isinstance(leaf, (type(None), bool, int, float, str)) else None)
+    return to_bytes(Message(tensors, json.dumps(words).encode()))
+
+
+def muster(shape: Shape, timeout: float) -> Crew:
+    """The processes that were launched together, one a pipeline rank; or this one for all."""
+    world = join()
+    if world is None or world.size == 1:
+        return Crew(Alone(), (0,) * shape.stages)
+    world.watch.timeout = timeout
+    if world.size != shape.ranks:
+        raise InputError(
+            f"{shape.ranks} processes for a pipeline of {shape.ranks} ranks",
+            world.size,
+            f"launch with --nproc-per-node {shape.ranks} (over all hosts together), or use stages={world.size}",
+        )
+    return Crew(world, shape.placement)
+
+
+def require_agreement(crew: Crew, settings: dict[str, Any]) -> None:
+    """Refuse ranks that were told different things, each named with its value on the first two that differ."""
+    every = [json.loads(part) for part in crew.world.gather(json.dumps(settings).encode())]
+    for name in settings:
+        for rank, theirs in enumerate(every):
+            if theirs.get(name) != every[0].get(name):
+                raise InputError(
+                    f"the same {name} on every rank",
+                    f"{every[0].get(name)} on rank 0 and {theirs.get(name)} on rank {rank}",
+                    "run the same script with the same arguments on every rank",
+                )
+
+
+def structure_of(model: nn.Module) -> str:
+    """A model's names, shapes and types, short enough to compare."""
+    parts = [(name, tuple(t.shape), str(t.dtype)) for name, t in (*model.named_parameters(), *model.named_buffers())]
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return f"{type(model).__name__} of {count} parameters ({zlib.crc32(repr(parts).encode()):08x})"
+
+
+def same_weights(crew: Crew, model: nn.Module) -> None:
+    """Ranks that built their models from different seeds all get rank 0's weights and buffers."""
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    mine = 0
+    for tensor in tensors:
+        mine = zlib.crc32(raw(tensor), mine)
+    if len(set(crew.world.gather(mine.to_bytes(4, "little")))) == 1:
+        return
+    for tensor in tensors:
+        share(crew, tensor, 0)
+
+
+def share(crew: Crew, tensor: torch.Tensor, source: int) -> None:
+    """Fill a tensor with what it holds on another rank."""
+    data = crew.world.broadcast(bytes(raw(tensor)) if crew.world.rank == source else None, source)
+    if crew.world.rank != source and data:
+        with torch.no_grad():
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes, row by row."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]

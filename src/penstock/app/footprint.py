@@ -1,0 +1,9 @@
+"""Bytes of memory that this process has, and has had at most."""
+
+from __future__ import annotations
+
+from penstock.engine.mark import highest, resident
+
+peak = highest
+
+__all__ = ["peak", "resident"]

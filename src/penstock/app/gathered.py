@@ -1,0 +1,99 @@
+"""The kept steps of all ranks in one place: their readings on rank 0's clock, and what they weighed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from penstock.app.measured import Measured
+from penstock.app.offsets import offsets
+from penstock.core.action import Op
+from penstock.core.cost import Footprint
+from penstock.core.links import FloatArray
+from penstock.core.schedule import Schedule
+from penstock.engine.worker import Worker
+from penstock.engine.world import World
+from penstock.errors import InputError
+from penstock.model.stage import Recompute
+
+if TYPE_CHECKING:
+    from penstock.app.pipeline import Pipeline
+
+Readings = npt.NDArray[np.int64]
+Json = dict[str, Any]
+PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optimizer")
+
+
+def gathered(pipe: Pipeline) -> Measured:
+    """What was measured on all ranks. Every rank has to ask."""
+    world, clock, schedule = pipe.crew.world, pipe.clock, pipe.schedule
+    if clock is None or not isinstance(world, World):
+        raise InputError(
+            "a run on several processes whose timeline is kept",
+            "one process, or timeline=False",
+            "launch with torchrun, and leave timeline on",
+        )
+    if not clock.steps:
+        raise InputError("at least one step to have been measured", "none", "train first")
+    ahead = offsets(world, clock.read)
+    mine = np.array(clock.steps, dtype=np.int64)
+    readings = [np.frombuffer(part, np.int64).reshape(len(mine), -1) for part in world.gather(mine.tobytes())]
+    on_one_clock = [one - offset for one, offset in zip(readings, ahead, strict=True)]
+    start, end = _rows(schedule, on_one_clock, asked=pipe.optimizers.clip is not None or pipe.optimizers.fp16)
+    told = [json.loads(part) for part in world.gather(json.dumps(_weighed(pipe)).encode())]
+    again = np.full(schedule.shape.stages, pipe.settings.recompute is not Recompute.NEVER)
+    added = np.array([float(part["added"]) for part in told])
+    return Measured(schedule, start, end, clock.first, again, _footprint(told, schedule.shape.stages), added)
+
+
+def _rows(schedule: Schedule, readings: list[Readings], asked: bool) -> tuple[FloatArray, FloatArray]:
+    """Start and end of every row, in seconds. The updates of a rank share what its readings say of them all.
+
+    `asked`: whether ranks ask each other during the update too, so that they may meet in the midst of it.
+    """
+    first = min(int(one.min()) for one in readings)  # taken off while whole: floats of today's clocks would round
+    ranks = [(one - first) * 1e-9 for one in readings]
+    met = np.max([one[:, -3] for one in ranks], axis=0)
+    start, end = (np.zeros((len(met), len(schedule))) for _ in range(2))
+    for slot, one in enumerate(ranks):
+        rows = np.arange(schedule.starts[slot], schedule.starts[slot + 1])
+        op = schedule.rows.op[rows]
+        ran, update = op <= Op.RECV_B, op == Op.UPDATE
+        last = np.cumsum(ran)  # the reading before a row; one that nobody runs has no length
+        start[:, rows], end[:, rows] = one[:, np.where(ran, last - 1, last)], one[:, last]
+        begun = np.clip(met, one[:, -3], one[:, -1 if asked else -2])
+        edges = np.linspace(begun, one[:, -1], int(update.sum()) + 1, axis=1)
+        start[:, rows[update]], end[:, rows[update]] = edges[:, :-1], edges[:, 1:]
+    return start, end
+
+
+def _weighed(pipe: Pipeline) -> Json:
+    """Bytes of this rank's stages, and those that training took in all."""
+    assert isinstance(pipe.engine, Worker)
+    assert pipe.engine.weigh is not None
+    weigh, found = pipe.engine.weigh, {}
+    homes = pipe.split.buffer_stages()
+    for stage in pipe.stages:
+        at = stage.index
+        buffers = [b for name, b in pipe.model.named_buffers() if homes.get(name, 0) == at]
+        optimizer = pipe.optimizers.optimizers.get(at)
+        state = [] if optimizer is None else [v for one in optimizer.state.values() for v in one.values()]
+        found[at] = vars(weigh.kept[at]) | {
+            "weights": _bytes([*stage.parameters, *buffers]),
+            "gradients": _bytes([p for p in stage.parameters if p.requires_grad]),
+            "optimizer": _bytes([value for value in state if isinstance(value, Tensor)]),
+        }
+    return {"stages": found, "added": weigh.mark.added()}
+
+
+def _bytes(tensors: list[Any]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.is_meta)
+
+
+def _footprint(told: list[Json], stages: int) -> Footprint:
+    every = {int(at): kept for part in told for at, kept in part["stages"].items()}
+    return Footprint(**{name: np.array([float(every[at][name]) for at in range(stages)]) for name in PARTS})

@@ -1,0 +1,71 @@
+"""What the user hands in step by step, understood: batches of a loader, and inputs that want a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.errors import InputError
+from penstock.model import tree
+
+
+def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """(inputs, target) of each batch."""
+    for batch in batches:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            came = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            raise InputError("a loader of (inputs, target)", came, "yield a pair; target may be None")
+        yield batch[0], batch[1]
+
+
+@dataclass
+class Scaled:
+    """What gradients are multiplied by in the end."""
+
+    by: float = 1.0
+
+
+@contextmanager
+def input_gradients(inputs: Any, alone: bool) -> Iterator[Scaled]:
+    """Around a step: inputs that require grad get the gradient of the mean, on top of what they had.
+
+    Backwards start from something else, which only the end of a step can put right.
+    """
+    wanting = [tensor for tensor in tree.tensors(inputs) if tensor.requires_grad]
+    _require_leaves(wanting, alone)
+    before = [tensor.grad for tensor in wanting]
+    for tensor in wanting:
+        tensor.grad = None
+    scaled = Scaled()
+    try:
+        yield scaled
+        for tensor, old in zip(wanting, before, strict=True):
+            if tensor.grad is not None:
+                fresh = tensor.grad.mul_(scaled.by)
+                tensor.grad = fresh if old is None else old.add_(fresh)
+            else:
+                tensor.grad = old
+    except BaseException:
+        for tensor, old in zip(wanting, before, strict=True):
+            tensor.grad = old
+        raise
+
+
+def _require_leaves(wanting: list[torch.Tensor], alone: bool) -> None:
+    for tensor in wanting:
+        if not tensor.is_leaf:
+            raise InputError(
+                "inputs without a history of their own",
+                f"one of shape {tuple(tensor.shape)} that {tensor.grad_fn.name() if tensor.grad_fn else '?'} made",
+                "detach it, or make what computes it part of the model",
+            )
+        if not alone:
+            raise InputError(
+                "inputs that want no gradient, as each rank would have a part of it",
+                f"one of shape {tuple(tensor.shape)} that does",
+                "detach it, or run in one process",
+            )

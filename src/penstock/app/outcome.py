@@ -1,0 +1,75 @@
+"""What a run came to: its losses and its figures, beside those of one plain process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from penstock.core.timeline import Timeline
+from penstock.reports.describe import amount, percent, seconds
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """One plain process that trained the same for a few steps."""
+
+    threads: int
+    seconds: float  # of the median step
+    memory: int  # bytes that training took at most, over what the interpreter itself does
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A training run. Times and memory are measured, the traffic counted."""
+
+    losses: list[float]
+    seconds: list[float]  # of every step
+    memory: list[int]  # of every process, as in PlainRun
+    traffic: int  # bytes between ranks in a step
+    threads: int  # of a process
+    timeline: Timeline | None = None  # of the last step
+    predicted: Timeline | None = None  # of the same step, from those before it
+    plain: tuple[PlainRun, ...] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step; the first ones, which warm up, are left out."""
+        return median(self.seconds[2:] or self.seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "losses": self.losses,
+            "seconds_per_step": self.step_seconds,
+            "memory": self.memory,
+            "traffic": self.traffic,
+            "timeline": None if self.timeline is None else self.timeline.figures(),
+            "plain": [vars(run) for run in self.plain],
+        }
+
+
+def table(outcome: Outcome) -> Table:
+    """Time, bubble, memory and traffic, the pipeline's column first."""
+    processes = len(outcome.memory)
+    title = _column(f"{processes} workers" if processes > 1 else "pipeline in one process", outcome.threads, processes)
+    found = Table("", title, *(_column("one plain process", run.threads) for run in outcome.plain))
+    for column in found.columns[1:]:
+        column.justify = "right"
+    own, plain = outcome.step_seconds, outcome.plain
+    line = outcome.timeline
+    found.add_row("time per step", seconds(own), *(f"{seconds(run.seconds)}" for run in plain))
+    if plain:
+        found.add_row("speed beside it", "", *(f"{run.seconds / own:.2f} x" for run in plain))
+    if line is not None:
+        found.add_row("bubble", percent(line.bubble), *("none" for _ in plain))
+    each = [amount(float(memory), True) for memory in outcome.memory]
+    found.add_row("memory, each", "\n".join(each), *(amount(float(run.memory), True) for run in plain))
+    found.add_row("traffic per step", amount(float(outcome.traffic), True), *("none" for _ in plain))
+    return found
+
+
+def _column(name: str, threads: int, processes: int = 1) -> str:
+    each = " each" if processes > 1 else ""
+    return f"{name},\n{threads} thread{'s' if threads > 1 else ''}{each}"

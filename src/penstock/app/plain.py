@@ -1,0 +1,139 @@
+"""The same training in one plain process: no stages, no schedule. What a pipeline is compared with.
+
+`python -m penstock.app.plain CONFIG` times some steps of it and prints what it found as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.app.task import Task
+from penstock.engine.mark import Mark
+
+LONGEST = 15.0  # seconds to spend on one timing
+
+
+class Plain:
+    """A loop over micro-batches that adds up gradients, then clips and steps."""
+
+    def __init__(self, task: Task) -> None:
+        section = task.config.pipeline
+        self.model, self.loss = task.model(), task.loss
+        self.parts, self.clip = section.microbatches, section.clip
+        self.optimizer = task.optimizer(self.model.parameters())
+        self.scheduler = task.scheduler(self.optimizer) if task.scheduler else None
+        self.kind = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[task.precision]
+
+    def step(self, inputs: Any, target: Any) -> float:
+        """One batch: the mean loss. Gradients stay in `.grad` until the next step."""
+        self.optimizer.zero_grad()
+        total, weight, rows = 0.0, 0.0, _rows(inputs)
+        for summed, share in self._parts(inputs, target):
+            summed.backward(torch.full_like(summed, 1 / rows))  # type: ignore[no-untyped-call]
+            total, weight = total + summed.item(), weight + share
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and weight != rows:
+                parameter.grad /= weight / rows
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(total / weight)
+        elif self.scheduler is not None:
+            self.scheduler.step()
+        return total / weight
+
+    def losses(self, inputs: Any, target: Any) -> list[float]:
+        """Of each micro-batch, by forwards alone."""
+        with torch.no_grad():
+            return [summed.item() for summed, _ in self._parts(inputs, target)]
+
+    def _parts(self, inputs: Any, target: Any) -> Iterator[tuple[Tensor, float]]:
+        """Each micro-batch's summed loss, and what the sum is to be divided by."""
+        rows = _rows(inputs)
+        for part in range(self.parts):
+            first, last = rows * part // self.parts, rows * (part + 1) // self.parts
+            found = self._scored(_cut(inputs, first, last), _cut(target, first, last))
+            summed, share = found if isinstance(found, tuple) else (found * (last - first), last - first)
+            yield summed.float() if summed.dtype in (torch.float16, torch.bfloat16) else summed, float(share)
+
+    def _scored(self, inputs: Any, target: Any) -> Any:
+        with torch.autocast("cpu", dtype=self.kind) if self.kind else nullcontext():
+            if isinstance(inputs, dict):
+                result = self.model(**inputs)
+            else:
+                result = self.model(*inputs) if isinstance(inputs, (tuple, list)) else self.model(inputs)
+            return self.loss(result, target)
+
+
+def _cut(value: Any, first: int, last: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[first:last] if value.dim() else value
+    if isinstance(value, dict):
+        return {key: _cut(part, first, last) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cut(part, first, last) for part in value)
+    return value
+
+
+def _rows(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return len(value) if value.dim() else 0
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return max(map(_rows, parts), default=0)
+
+
+def timed(task: Task, steps: int, threads: list[int]) -> list[dict[str, float]]:
+    """For some numbers of threads: median seconds of a step, one that warms up left out, and the most bytes: of
+    weights, and of what training took beside them. Counted as a pipeline's ranks count theirs."""
+    plain, mark, found = Plain(task), Mark(torch.device("cpu")), []
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in plain.model.parameters())
+    mark.begin()
+    for count in threads:
+        torch.set_num_threads(count)
+        seconds: list[float] = []
+        for inputs, target in task.batches(0, steps + 1):
+            begun = perf_counter()
+            plain.step(inputs, target)
+            seconds.append(perf_counter() - begun)
+            if len(seconds) == 1:
+                mark.restart()
+            elif sum(seconds) > LONGEST:
+                break
+        found.append({"threads": count, "seconds": median(seconds[1:]), "memory": weights + mark.added()})
+    return found
+
+
+def main() -> None:
+    from penstock.app.start import Request
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("--changes", type=json.loads, default={})
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    asked = parser.parse_args()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    print(json.dumps(timed(Request(asked.config, asked.changes).task(), asked.steps, asked.threads)))
+
+
+def _end_with_parent() -> None:
+    """Whoever started this holds the other end of its input: when that is gone, so is the wish to know."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

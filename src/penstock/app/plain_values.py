@@ -1,0 +1,70 @@
+"""Plain values as JSON and back: numbers, words, lists, tuples, dicts, and small tensors. Nothing in it can run."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.app.crew import raw
+from penstock.errors import InputError
+
+KIND = "kind"  # marks what is not a value of JSON's own
+
+
+def written(value: Any, where: str) -> Any:
+    """A value as JSON takes it; `where` names it in the message if it cannot be written."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, np.generic):
+        return written(value.item(), where)
+    if isinstance(value, list):
+        return [written(part, where) for part in value]
+    if isinstance(value, tuple):
+        return {KIND: "tuple", "of": [written(part, where) for part in value]}
+    if isinstance(value, dict):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {KIND: kind, "of": [[written(k, where), written(v, f"{where}[{k!r}]")] for k, v in value.items()]}
+    if isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        return {KIND: "tensor", "type": name, "shape": list(value.shape), "of": base64.b64encode(raw(value)).decode()}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {KIND: "array", "type": str(value.dtype), "of": value.tolist()}
+    raise InputError(
+        f"{where} to be made of numbers, words, lists, dicts and tensors",
+        type(value).__name__,
+        "a checkpoint holds plain values only: keep such an object out of the state",
+    )
+
+
+def read(value: Any) -> Any:
+    """What was written. ValueError, TypeError or LookupError where it was not."""
+    if isinstance(value, list):
+        return [read(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    of = value["of"]
+    if value[KIND] == "tuple":
+        return tuple(read(part) for part in of)
+    if value[KIND] in ("dict", "counter"):
+        pairs = {read(k): read(v) for k, v in of}
+        return Counter(pairs) if value[KIND] == "counter" else pairs
+    if value[KIND] == "array":
+        return np.array(of, dtype=np.dtype(value["type"]))
+    if value[KIND] == "tensor":
+        data = bytearray(base64.b64decode(of))
+        shape = [int(size) for size in value["shape"]]
+        dtype = dtype_of(value["type"])
+        return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    raise ValueError(f"a value of kind {value[KIND]!r}")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """A type of tensors by its name: float32."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"a tensor of type {name!r}")
+    return found

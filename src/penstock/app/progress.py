@@ -1,0 +1,64 @@
+"""How a run is going: a bar on a terminal, plain lines elsewhere, nothing on ranks other than the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+
+class Show(Protocol):
+    def __call__(self, done: int, loss: float) -> None:
+        """So many steps are done, the last with this loss."""
+
+
+@contextmanager
+def progress(steps: int, log_every: int, out: TextIO | None) -> Iterator[Show]:
+    """Shows a run of so many steps."""
+    if out is None:
+        yield lambda done, loss: None
+    elif out.isatty():
+        with _bar(out) as bar:
+            task = bar.add_task("training", total=steps, loss="-", rate="-")
+            begun = perf_counter()
+
+            def show(done: int, loss: float) -> None:
+                bar.update(task, completed=done, loss=f"{loss:.4f}", rate=_rate(done, begun))
+
+            yield show
+    else:
+        yield _Lines(steps, log_every, out)
+
+
+class _Lines:
+    """A line for the first step, for every so many, and for the last."""
+
+    def __init__(self, steps: int, log_every: int, out: TextIO) -> None:
+        self.steps, self.log_every, self.out, self.begun = steps, log_every, out, perf_counter()
+
+    def __call__(self, done: int, loss: float) -> None:
+        if done == 1 or done == self.steps or done % self.log_every == 0:
+            left = (perf_counter() - self.begun) / done * (self.steps - done)
+            line = f"step {done}/{self.steps}  loss {loss:.4f}  {_rate(done, self.begun)}  {left:.0f} s left"
+            print(line, file=self.out, flush=True)
+
+
+def _bar(out: TextIO) -> Bar:
+    return Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=Console(file=out),
+    )
+
+
+def _rate(done: int, begun: float) -> str:
+    return f"{done / max(perf_counter() - begun, 1e-9):.1f} steps/s"

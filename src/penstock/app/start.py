@@ -1,0 +1,90 @@
+"""Where a command's work runs: in this process, as one of the ranks it was launched as, or on workers started here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.app.config_file import read_config
+from penstock.app.named import look_in
+from penstock.app.task import Task
+from penstock.errors import InputError, PenstockError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command was asked: a config, values in place of the file's, and flags that it knows."""
+
+    config: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+
+    def task(self, double: bool = False) -> Task:
+        look_in(Path(self.config).parent)
+        return Task(read_config(self.config, self.changes), double)
+
+    def words(self) -> list[str]:
+        """This request as arguments of a worker, which `heard` understands."""
+        return [self.config, "--changes", json.dumps(self.changes), "--flags", json.dumps(self.flags)]
+
+
+def heard() -> Request:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config")
+    parser.add_argument("--changes", type=json.loads, default={})
+    parser.add_argument("--flags", type=json.loads, default={})
+    asked = parser.parse_args()
+    return Request(asked.config, asked.changes, asked.flags)
+
+
+def start(module: str, work: Callable[[Request], int], request: Request, inline: bool) -> int:
+    """Run a command's work and return its exit code. `module` is what a worker runs to do its share of it."""
+    stages = request.task().config.pipeline.stages  # a config with faults is refused here, once
+    if launched():
+        if inline:
+            came = f"{os.environ['WORLD_SIZE']} that were launched together"
+            raise InputError("one process for --inline", came, "leave --inline out, or launch one")
+        return work(request)
+    if inline or stages == 1:
+        return work(request)
+    from penstock.app.launch import launch
+
+    return launch([sys.executable, "-m", module, *request.words()], stages)
+
+
+def launched() -> bool:
+    """Whether this process is one of several ranks."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def rank() -> int:
+    return int(os.environ["RANK"]) if launched() else 0
+
+
+def as_worker(work: Callable[[Request], int]) -> None:
+    """The main function of a worker. What penstock itself refuses is said once, however many ranks find it."""
+    request = heard()
+    try:
+        sys.exit(work(request))
+    except PenstockError as error:
+        if not isinstance(error, InputError):
+            raise
+        if _first_to_say(error):
+            print(f"penstock: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _first_to_say(error: InputError) -> bool:
+    if not launched():
+        return True
+    from penstock.engine.world import join
+
+    world = join(timeout=60.0)
+    return world is None or world.store.add(f"refused/{zlib.crc32(str(error).encode())}", 1) == 1

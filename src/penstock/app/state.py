@@ -1,0 +1,75 @@
+"""The whole model's state, wherever its parts are: under the model's own names, the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.app.crew import Crew, share
+from penstock.errors import InputError
+from penstock.model.split import Split
+
+
+def whole_state(crew: Crew, split: Split) -> dict[str, Any]:
+    """Every parameter and buffer, on every rank."""
+    state = dict(split.model.state_dict())
+    if crew.alone:
+        return state
+    device = next((t.device for t in state.values() if isinstance(t, torch.Tensor) and not t.is_meta), None)
+    for name, rank in homes(crew, split).items():
+        if name in state:
+            mine = state[name]
+            state[name] = mine if not mine.is_meta else torch.empty_like(mine, device=device or "cpu")
+            share(crew, state[name], rank)
+    return state
+
+
+def take_state(split: Split, state: dict[str, Any]) -> None:
+    """Load a whole model's state; each rank takes what it has."""
+    model = split.model
+    if not any(t.is_meta for t in model.state_dict().values() if isinstance(t, torch.Tensor)):
+        model.load_state_dict(state)
+        return
+    known = model.state_dict()
+    missing, strange = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
+    if missing or strange:
+        raise InputError(
+            "the state of this model", f"missing {missing}, unknown {strange}", "load the model's own state"
+        )
+    for name, mine in known.items():
+        if isinstance(mine, torch.Tensor) and mine.shape != state[name].shape:
+            raise InputError(
+                f"{name!r} of shape {tuple(mine.shape)}", tuple(state[name].shape), "load the model's own state"
+            )
+    with torch.no_grad():
+        for name, mine in known.items():
+            if isinstance(mine, torch.Tensor) and not mine.is_meta:
+                mine.copy_(state[name])
+
+
+def homes(crew: Crew, split: Split) -> dict[str, int]:
+    """The rank that has the true value of each tensor of the state, by name."""
+    first = {id(p): name for name, p in split.model.named_parameters()}
+    found = {
+        name: crew.placement[split.owner[first[id(p)]]]
+        for name, p in split.model.named_parameters(remove_duplicate=False)
+    }
+    stages = split.buffer_stages()
+    for name, _ in split.model.named_buffers(remove_duplicate=False):
+        found[name] = crew.placement[stages.get(name, 0)]
+    return found
+
+
+def release(model: nn.Module, keep: list[nn.Parameter]) -> None:
+    """Let go of the weights of other ranks' stages: they would only grow stale. Their names and shapes remain."""
+    kept = set(map(id, keep))
+    hollow: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in kept and not parameter.is_meta:
+                if id(parameter) not in hollow:
+                    empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                    hollow[id(parameter)] = empty
+                module._parameters[name] = hollow[id(parameter)]

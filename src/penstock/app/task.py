@@ -1,0 +1,130 @@
+"""What a config means: the model, its data, loss and optimizer, and the Pipeline that trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.app.config import Config, DigitsSource, GivenModel, GivenSource, GPTModel
+from penstock.app.data import Batch, Data, GivenData, TextData, built_in_text, digits, read_text
+from penstock.app.named import called, named
+from penstock.app.pipeline import Pipeline
+from penstock.errors import FormatError
+from penstock.model import tree
+from penstock.model.batch import as_call, piece, rows_of, spans
+from penstock.models.gpt import GPT
+
+USUAL_LENGTH = 64  # of texts for a model that does not say
+
+
+def cross_entropy(result: Tensor, target: Tensor) -> Tensor:
+    """Scores of classes in the last dimension, for one target a row or one a token."""
+    return F.cross_entropy(result.flatten(0, -2), target.flatten())
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {"cross-entropy": cross_entropy, "mse": F.mse_loss}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A config brought to life, the same in every process that reads it; in double precision if asked."""
+
+    config: Config
+    double: bool = False
+
+    @property
+    def precision(self) -> str | None:
+        return None if self.double else self.config.pipeline.precision
+
+    @cached_property
+    def data(self) -> Data:
+        section, training, seed = self.config.data, self.config.training, self.config.pipeline.seed
+        if isinstance(section, GivenSource):
+            make = named("data.factory", section.factory)
+            return GivenData(lambda: called("data", make, section.arguments))
+        if isinstance(section, DigitsSource):
+            return digits(training.batch, seed)
+        as_bytes = section.tokens == "bytes"
+        text: str | bytes = built_in_text() if section.path is None else read_text(section.path, as_bytes)
+        if isinstance(text, str) and as_bytes:
+            text = text.encode()
+        return TextData(text, training.batch, section.length or self._length, seed)
+
+    @property
+    def _length(self) -> int:
+        model = self.config.model
+        return model.length if isinstance(model, GPTModel) else USUAL_LENGTH
+
+    def model(self) -> nn.Module:
+        """Fresh weights, the same each time."""
+        section = self.config.model
+        torch.manual_seed(self.config.pipeline.seed)
+        if isinstance(section, GivenModel):
+            made = called("model", named("model.factory", section.factory), section.arguments)
+            if not isinstance(made, nn.Module):
+                expected = "a function that makes an nn.Module"
+                raise FormatError("model.factory", expected, type(made).__name__, "return one")
+            return made.double() if self.double else made
+        tokens = section.vocab or self.data.vocab
+        assert tokens is not None  # the config's rules see to it
+        if self.data.vocab is not None and tokens < self.data.vocab:
+            raise FormatError("model.vocab", f"at least the data's {self.data.vocab} tokens", tokens, "leave it out")
+        given = {name: getattr(section, name) for name in ("width", "heads", "layers", "length", "dropout")}
+        model = GPT(vocab=tokens, **given)
+        return model.double() if self.double else model
+
+    @property
+    def loss(self) -> Callable[[Any, Any], Any]:
+        asked = self.config.training.loss
+        return LOSSES[asked] if asked in LOSSES else named("training.loss", asked)
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        section = self.config.optimizer
+        made: torch.optim.Optimizer = getattr(torch.optim, section.name)(params, **section.arguments)
+        return made
+
+    @property
+    def scheduler(self) -> Callable[[torch.optim.Optimizer], Any] | None:
+        section = self.config.optimizer.scheduler
+        if section is None:
+            return None
+        return lambda optimizer: getattr(torch.optim.lr_scheduler, section.name)(optimizer, **section.arguments)
+
+    def batches(self, first: int, count: int) -> Iterator[Batch]:
+        """So many batches, from number `first` on."""
+        source = self.data.batches(first)
+        for _ in range(count):
+            inputs, target = next(source)
+            yield self._typed(inputs), self._typed(target)
+
+    def _typed(self, value: Any) -> Any:
+        return tree.replace(value, lambda t: t.double() if t.is_floating_point() else t) if self.double else value
+
+    def pipeline(self, optimizer: Callable[..., torch.optim.Optimizer] | None = None) -> Pipeline:
+        """The pipeline, its example one micro-batch."""
+        section, (inputs, target) = self.config.pipeline, next(self.batches(0, 1))
+        rows = rows_of(as_call(inputs), target)
+        optional: dict[str, Any] = {} if section.timeout is None else {"timeout": section.timeout}
+        return Pipeline(
+            self.model(),
+            example=piece(inputs, *spans(rows, section.microbatches)[0]),
+            stages=section.stages,
+            schedule=section.schedule,
+            microbatches=section.microbatches,
+            cuts=section.cuts,
+            chunks=section.chunks,
+            recompute=section.recompute,
+            precision=self.precision,
+            clip=section.clip,
+            seed=section.seed,
+            loss=self.loss,
+            optimizer=optimizer or self.optimizer,
+            lr_scheduler=self.scheduler,
+            **optional,
+        )

@@ -1,0 +1,135 @@
+"""Training from a config: what each worker runs, and what the first of them says of it.
+
+`penstock train` starts workers with `python -m penstock.app.train CONFIG`, or runs this in its own process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import TextIO
+
+import torch
+from rich.console import Console
+
+from penstock.app.footprint import peak, resident
+from penstock.app.outcome import Outcome, table
+from penstock.app.pipeline import Pipeline
+from penstock.app.plain_runs import plain_runs, thread_counts
+from penstock.app.progress import progress
+from penstock.app.start import Request, as_worker, rank
+from penstock.app.task import Task
+from penstock.app.traffic import traffic
+from penstock.errors import InputError
+
+PREDICT_FROM = 3  # steps: one that warms up, one to predict from, one that is predicted
+
+
+def train(request: Request) -> int:
+    """Train, and on the first rank say how it went."""
+    told: TextIO = sys.stderr if request.flags.get("json") else sys.stdout
+    first = rank() == 0
+    task = request.task()
+    _require_writable(task.config.training.report)
+    outcome = run(task, told if first else None)
+    if first:
+        outcome = _beside_plain(outcome, request, task, told)
+        _close(outcome, task, told)
+        if request.flags.get("json"):
+            print(json.dumps(outcome.to_json()), flush=True)
+    return 0
+
+
+def run(task: Task, out: TextIO | None = None) -> Outcome:
+    """Train as the config says. Every rank runs this and gets the same outcome."""
+    settings, before = task.config.training, resident()
+    pipe = task.pipeline()
+    begun = _resumed(pipe, settings.resume, settings.steps)
+    left = settings.steps - begun
+    losses, seconds = [], []
+    with progress(left, settings.log_every, out) as show:
+        clock = perf_counter()
+        for step in pipe.train(task.batches(begun, left)):
+            now = perf_counter()
+            seconds.append(now - clock)
+            losses.append(step.loss)
+            show(len(losses), step.loss)
+            _keep(pipe, task, begun + len(losses))
+            clock = perf_counter()
+    seen = pipe.measured() if pipe.clock is not None and losses else None
+    whole = pipe.crew.world.gather(str(max(0, peak() - before)).encode())
+    return Outcome(
+        losses,
+        seconds,
+        [int(memory) for memory in whole] if seen is None else [int(rank.measured) for rank in seen.memory()],
+        traffic(pipe, settings.batch),
+        torch.get_num_threads(),
+        None if seen is None else seen.timeline(),
+        None if seen is None or len(losses) < PREDICT_FROM else seen.predicted(),
+    )
+
+
+def _resumed(pipe: Pipeline, path: str | None, steps: int) -> int:
+    """Steps that lie behind."""
+    if path is not None:
+        pipe.load(path)
+    if pipe.index >= steps:
+        expected = f"training.steps to be more than the {pipe.index} that {path} has behind it"
+        raise InputError(expected, steps, "train further, or from an earlier checkpoint")
+    return pipe.index
+
+
+def _keep(pipe: Pipeline, task: Task, done: int) -> None:
+    """Write a checkpoint when it is time to, and at the end."""
+    settings = task.config.training
+    if settings.checkpoint is None:
+        return
+    if done == settings.steps or (settings.checkpoint_every and done % settings.checkpoint_every == 0):
+        pipe.save(str(Path(settings.checkpoint) / f"step-{done}"))
+
+
+def _beside_plain(outcome: Outcome, request: Request, task: Task, told: TextIO) -> Outcome:
+    steps = task.config.training.plain_steps
+    if not steps:
+        return outcome
+    print("timing one plain process, to compare with", file=told, flush=True)
+    found = plain_runs(outcome, request, steps)
+    if not found.plain:
+        print(f"it could not be timed; python -m penstock.app.plain {request.config} says why", file=told)
+    elif len(found.plain) < len(thread_counts(outcome)):
+        print("with more threads it was disturbed by other work on this machine: left out", file=told)
+    return found
+
+
+def _close(outcome: Outcome, task: Task, told: TextIO) -> None:
+    report = task.config.training.report
+    console = Console(file=told)
+    console.print(table(outcome))
+    if outcome.losses:
+        ends = f"loss {outcome.losses[0]:.4f} at first, {outcome.losses[-1]:.4f} at last"
+        console.print(f"{ends}, {len(outcome.losses)} steps", highlight=False)
+    if report is not None and outcome.timeline is not None:
+        from penstock.reports.html import html
+
+        lines = (("predicted from the steps before", outcome.predicted), ("measured", outcome.timeline))
+        shown = [(label, line) for label, line in lines if line is not None]
+        Path(report).write_text(html(shown), encoding="utf-8")
+        console.print(f"wrote {report}", highlight=False, soft_wrap=True)
+
+
+def _require_writable(path: str | None) -> None:
+    """Found out before the training, not after it."""
+    if path is None:
+        return
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise InputError("a report that can be written", f"{path}: {error.strerror}", "change the path") from None
+
+
+if __name__ == "__main__":
+    as_worker(train)

@@ -1,0 +1,67 @@
+"""A lane: one direction between two stages that live on different ranks. The one interface of all transports.
+
+Messages of a lane may be asked for in another order than they were sent in; each is asked for once, by its key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Key(NamedTuple):
+    """Which message: `run` counts the calls that run the pipeline (steps, evaluations), the same on every rank."""
+
+    run: int
+    microbatch: int
+
+
+class LaneName(NamedTuple):
+    """The stages it leads from and to. Activations go to a later stage, gradients to an earlier one."""
+
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class Message:
+    """Tensors by the number of the value they are (or whose gradient they are), and plain words that go with them.
+
+    `stamp` is a check number that both ends must agree on: of the batch that the sender works on.
+    """
+
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    told: bytes = b""
+    stamp: int = 0  # 0 <= stamp < 2**63
+
+
+class Sender(Protocol):
+    """The sending end of a lane."""
+
+    def send(self, key: Key, message: Message) -> None:
+        """Hand over. Does not wait for the receiver; afterwards the caller may do with the tensors what it likes,
+        except change them in place: that is for after the step."""
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """The receiving end of a lane."""
+
+    def receive(self, key: Key) -> Message:
+        """Wait for a message. Its tensors have the shapes, strides (where dense) and types of those sent, and stay
+        valid as long as anybody holds them. Raises what `Waiting.check` raises."""
+
+    def close(self) -> None: ...
+
+
+class Waiting(Protocol):
+    """What a transport asks while it waits, at least every 0.2 seconds."""
+
+    def check(self, peer: int, waited: float) -> None:
+        """Raise if some rank has failed, if `peer` has ended, or if `waited` seconds are too many."""
+
+    def lost(self, peer: int, error: BaseException) -> Exception:
+        """The connection to a rank broke: find out why (waiting a moment for news), and return what to raise."""

@@ -1,0 +1,253 @@
+"""The watch of a rank: it knows what the others do, learns of their failures at once, and ends this one in time.
+
+A failure is told once, by the rank that found it: its traceback first. Every other rank stops with one line: in its
+main thread, by a RankError, where that comes to ask; else by its monitor, which does not wait for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+from torch._C._distributed_c10d import Store
+
+from penstock.engine.watch.blame import blame, table
+from penstock.engine.watch.board import EVERYBODY, OUTSIDE, Board, Page, Slot, State
+from penstock.engine.watch.courier import HASTE, LINGER, Courier
+from penstock.engine.watch.failure import Failure, full_traceback, leave_for_torchrun, one_line
+from penstock.engine.watch.monitor import Monitor
+from penstock.engine.watch.patience import Patience
+from penstock.engine.watch.sight import Sight, look
+from penstock.engine.watch.speak import flush, say
+from penstock.engine.watch.stacks import main_stack
+from penstock.errors import PenstockError, RankError
+
+GRACE = 3.0  # seconds in which the main thread has to come to a failure
+LAST = 4.0  # seconds after which it has to have ended
+NEWS = 1.0  # seconds that a broken connection waits for its cause
+FAR_NEWS = 2.2  # the same where it may have to come from another host
+
+
+class Watch:
+    """One a process. `timeout`: seconds that one rank may wait for another."""
+
+    def __init__(self, rank: int, size: int, timeout: float = 120.0) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.board = Board()
+        self.doing: Callable[[int], None] = self.board.doing
+        self.pages: dict[int, Page] = {}  # of the other ranks of this host
+        self.pids: dict[int, int] = {}
+        self.failure: Failure | None = None
+        self.learned_at = 0.0
+        self.news = threading.Event()
+        self.raised = self.printed = self.ended = False
+        self.shown: BaseException | None = None  # the exception whose traceback has been printed
+        self.lock = threading.RLock()
+        self.patience = Patience()
+        self.done_since: dict[int, float] = {}
+        self.monitor: Monitor | None = None
+        self.courier: Courier | None = None
+
+    # -- start and end ------------------------------------------------------------------------------------------------
+
+    def start(self, near: dict[int, tuple[int, int]], store: Store, agent: bool) -> None:
+        """`near`: process and board of the other ranks of this host; `store`: a connection for the watch alone;
+        `agent`: a launcher holds the store."""
+        self.pages = {rank: Page(pid, fd) for rank, (pid, fd) in near.items()}
+        self.pids = {rank: pid for rank, (pid, _) in near.items()}
+        own = Page(os.getpid(), self.board.fd)
+        far = tuple(r for r in range(self.size) if r != self.rank and r not in near)
+        self.courier = Courier(store, self.rank, far, lambda: look(own, os.getpid()), self.learn, agent)
+        self.monitor = Monitor(self.board, self.pages, self.pids, self)
+
+    def running(self) -> None:
+        """The start is over."""
+        self.board.page[Slot.STATE] = State.RUNNING
+
+    def finished(self) -> None:
+        """The normal end of this rank. Others that still wait for it are told that it has ended."""
+        if self.ended:
+            return
+        self.ended = True
+        if self.failure is None:
+            self.board.page[Slot.STATE] = State.DONE
+        if self.monitor is not None and self.courier is not None:
+            self.monitor.leave()
+            self.courier.leave(LINGER + 0.5)
+
+    # -- what the worker and the transports say and ask ---------------------------------------------------------------
+
+    def describe(self, words: Callable[[int], str], rows: int | None = None) -> None:
+        """How to print a row of this rank, "2B5 (stage 2, micro-batch 5)". Without `rows`: until a LookupError."""
+        self.board.describe(words, rows)
+
+    def waiting(self, peer: int) -> None:
+        """This rank begins to wait for another (-1: for all, in a collective)."""
+        self.check(peer, 0.0)
+
+    def check(self, peer: int, waited: float) -> None:
+        """Raise if some rank has failed, if `peer` has ended, or if `waited` seconds are too many."""
+        now = monotonic()
+        if threading.current_thread() is threading.main_thread():
+            self.board.wait(peer, int((now - waited) * 1e9))
+        if self.failure is None:
+            self._check_ended(peer, now)
+        if self.failure is None and self.patience.counted(now, waited) > self.timeout:
+            self._time_out(peer, waited)
+        if self.failure is not None:
+            raise self._error(self.failure)
+
+    def lost(self, peer: int, error: BaseException) -> Exception:
+        """The connection to a rank broke: find out why, waiting a moment for news, and return what to raise."""
+        until = monotonic() + (FAR_NEWS if self.courier is not None and self.courier.far else NEWS)
+        while not self.news.wait(0.05) and monotonic() < until:
+            self._check_ended(peer, monotonic())
+        if self.failure is None:
+            self._declare(self._unexplained(peer, error))
+        assert self.failure is not None
+        return self._error(self.failure)
+
+    def failed(self, error: BaseException) -> None:
+        """This rank has failed: print its traceback, then spread the word, at once."""
+        self._await_cause(error)
+        with self.lock:
+            if self.failure is not None:
+                return  # a consequence
+            failure = Failure(self.rank, f"rank {self.rank} {self._how(error)}{self._place()}: {one_line(error)}")
+            if error is not self.shown and not isinstance(error, KeyboardInterrupt):
+                say(full_traceback(error))
+            say(f"{failure.line}\n")
+            self.shown, self.printed = error, True
+            self._declare(failure)
+        leave_for_torchrun(error)
+
+    # -- what the monitor and the courier tell ------------------------------------------------------------------------
+
+    def learn(self, failure: Failure) -> None:
+        """Another rank, or this one, has found that the run has to end."""
+        with self.lock:
+            if self.failure is None and not self.ended:
+                self.failure, self.learned_at = failure, monotonic()
+                self.news.set()
+
+    def told(self, rank: int) -> None:
+        self.learn(Failure.decode(self.pages[rank].report()))
+
+    def died(self, rank: int) -> None:
+        self._hear()  # its death may be a consequence
+        page = self.pages[rank]
+        row = page.words(page[Slot.ROW])
+        where = f" in {row}" if row else " while it was starting" if page.state == State.STARTING else ""
+        cause = "killed from outside or crashed, possibly for lack of memory"
+        self._declare(Failure(rank, f"rank {rank} died{where} without a word: {cause}"))
+
+    def stuck(self, number: signal.Signals) -> None:
+        line = f"rank {self.rank} was told to end ({number.name}){self._place()}"
+        self._declare(Failure(self.rank, line))
+        self.end(128 + number)
+
+    def overdue(self) -> None:
+        """The main thread has had its time to end."""
+        if self.failure is not None and monotonic() - self.learned_at > (LAST if self.raised else GRACE):
+            self.end(1)
+
+    def end(self, code: int) -> None:
+        """Leave now, from any thread, whatever the others are stuck in."""
+        if self.failure is not None and not self.printed:
+            self.printed = True
+            say(f"rank {self.rank} stops{self._place()}: {self.failure.line}\n")
+        self.leave_no_silent()
+        if self.courier is not None:
+            self.courier.leave(HASTE + 0.3)
+        flush()
+        os._exit(code)
+
+    def leave_no_silent(self) -> None:
+        """End the ranks of this host that are stopped or stuck: nobody else may be there to do so."""
+        if self.failure is not None and self.monitor is not None:
+            for rank in self.failure.silent:
+                self.monitor.kill(rank)
+
+    # -- within -------------------------------------------------------------------------------------------------------
+
+    def _declare(self, failure: Failure) -> None:
+        """A failure found here: all others get to know."""
+        with self.lock:
+            if self.failure is not None or self.ended:
+                return
+            self.learn(failure)
+            self.board.tell(failure.encode())
+            if self.courier is not None:
+                self.courier.tell(failure)
+
+    def _error(self, failure: Failure) -> RankError:
+        self.raised = True
+        return RankError(failure.line, failure.rank)
+
+    def _how(self, error: BaseException) -> str:
+        return "was interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+    def _place(self) -> str:
+        row, words = self.board.page[Slot.ROW], self.board.words
+        return f" in {words(row)}" if row != OUTSIDE and words is not None else ""
+
+    def _await_cause(self, error: BaseException) -> None:
+        """Errors that are likely to be another's: of a connection, or found by all ranks at once."""
+        if isinstance(error, (RuntimeError, OSError)) and "onnection" in str(error):
+            self.news.wait(NEWS)
+        elif isinstance(error, PenstockError) and self.rank:
+            self.news.wait(0.02 + 0.02 * min(self.rank, 20))  # the lowest rank speaks
+        self._hear()
+
+    def _hear(self) -> None:
+        """What the ranks of this host have told, without waiting for the monitor."""
+        for rank, page in self.pages.items():
+            if page[Slot.STATE] == State.FAILED:
+                self.told(rank)
+
+    def _check_ended(self, peer: int, now: float) -> None:
+        """A peer that has ended while somebody waits for it; its last message may still be on its way for a moment."""
+        for rank in range(self.size) if peer == EVERYBODY else (peer,):
+            if rank != self.rank and self._has_ended(rank):
+                since = self.done_since.setdefault(rank, now)
+                if now - since > 0.4:
+                    self._declare(
+                        Failure(rank, f"rank {rank} has ended, but rank {self.rank} waits for it{self._place()}")
+                    )
+
+    def _has_ended(self, rank: int) -> bool:
+        if rank in self.pages:
+            return self.pages[rank][Slot.STATE] == State.DONE
+        return self.courier is not None and self.courier.ended(rank)
+
+    def _unexplained(self, peer: int, error: BaseException) -> Failure:
+        """A connection broke and nobody says why: its host is lost, or the rank was the only one there."""
+        sights = self.sights()
+        if peer == EVERYBODY:
+            peer = max(sights, key=lambda rank: sights[rank].beat_age)
+            whom = f"another rank, most likely rank {peer}, last heard of {sights[peer].beat_age:.1f} s ago"
+        else:
+            whom = f"rank {peer}"
+        last = f", last in {sights[peer].row}" if peer in sights and sights[peer].row else ""
+        return Failure(peer, f"rank {self.rank} has lost its connection to {whom}{last}: {one_line(error)}")
+
+    def _time_out(self, peer: int, waited: float) -> None:
+        self.news.wait(0.1 * min(self.rank, 10))  # one report is enough
+        self._hear()
+        with self.lock:
+            sights = self.sights()
+            failure = blame(self.rank, peer, waited, sights)
+            if self.failure is None:
+                self.printed = True
+                say(f"{failure.line}\n{table(sights, main_stack(), self.rank)}")
+                self._declare(failure)
+
+    def sights(self) -> dict[int, Sight]:
+        """Every rank, as it looks from here now."""
+        own = look(Page(os.getpid(), self.board.fd), os.getpid())
+        near = {rank: look(page, self.pids[rank]) for rank, page in self.pages.items()}
+        far = self.courier.sights() if self.courier is not None else {}
+        return {self.rank: own, **near, **far}

@@ -1,0 +1,196 @@
+"""The ranks of a run, as one of them sees them: who is where, and small messages between all.
+
+world = join()
+if world is not None:
+    world.gather(b"mine")   # everybody's, in the order of the ranks
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, Work
+
+from penstock.engine.host import LOOPBACK, identity, interface_to
+from penstock.engine.meeting import Announcement, Place, connect, meet, patiently, place
+from penstock.engine.watch.board import EVERYBODY, Slot
+from penstock.engine.watch.hooks import install
+from penstock.engine.watch.parent import follow_parent
+from penstock.engine.watch.watch import Watch
+from penstock.errors import RankError
+
+SHORT = 1024  # bytes, with eight for the length: what one collective carries
+HEAD = 8
+TICK = timedelta(seconds=0.2)
+
+
+@dataclass
+class World:
+    """`hosts`: by rank; equal where two ranks can share memory. `group`: gloo, of all ranks."""
+
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+    store: Store
+    group: dist.ProcessGroup
+    watch: Watch
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, in the order of the ranks. Every rank has to call; the sizes may differ."""
+        rows = self._all_gather(_packed(data, SHORT))
+        sizes = [_length(row) for row in rows]
+        if max(sizes) > SHORT - HEAD:
+            rows = self._all_gather(_packed(data, max(sizes) + HEAD))
+        return [_bytes(row, size) for row, size in zip(rows, sizes, strict=True)]
+
+    def broadcast(self, data: bytes | None, source: int) -> bytes:
+        """The bytes of one rank, on every rank. Every rank has to call."""
+        if self.rank == source and data is None:
+            raise TypeError("the source of a broadcast has to give its bytes")
+        mine = data if data is not None and self.rank == source else b""
+        row = self._broadcast(_packed(mine, SHORT), source)
+        size = _length(row)
+        if size > SHORT - HEAD:
+            row = self._broadcast(_packed(mine, size + HEAD), source)
+        return _bytes(row, size)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        self.gather(b"")
+
+    def _all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        self._finish(dist.all_gather(rows, row, group=self.group, async_op=True))
+        return rows
+
+    def _broadcast(self, row: torch.Tensor, source: int) -> torch.Tensor:
+        self._finish(dist.broadcast(row, group=self.group, async_op=True, group_src=source))
+        return row
+
+    def _finish(self, work: Work | None) -> None:
+        """Wait in a way in which the failure of another rank is noticed."""
+        assert work is not None
+        self.watch.board.page[Slot.COLLECTIVES] += 1
+        began = monotonic()
+        while True:
+            try:
+                work.wait(TICK)
+                return
+            except RuntimeError as error:
+                if work.is_completed() and not _timed_out(error):
+                    raise self.watch.lost(EVERYBODY, error) from None
+            self.watch.check(EVERYBODY, monotonic() - began)
+
+
+_world: World | None = None
+
+
+def join(timeout: float = 60.0) -> World | None:
+    """Meet the other ranks that a launcher has started; None where this process is alone.
+
+    `timeout`: seconds in which all of them have to appear. A process joins once; later calls return the same World.
+    """
+    global _world
+    if _world is None:
+        _world = _join(monotonic() + timeout)
+    return _world
+
+
+def _join(until: float) -> World | None:
+    mine = dist.is_available() and dist.is_initialized()
+    if mine and dist.get_world_size() == 1:
+        return None
+    here = place(os.environ)
+    if here is None and not mine:
+        return None
+    follow_parent()
+    if mine:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store: Store = PrefixStore("penstock", dist.distributed_c10d._get_default_store())
+    else:
+        assert here is not None
+        rank, size, store = here.rank, here.size, connect(here, until)
+    watch = Watch(rank, size)
+    said = meet(store, rank, Announcement(size, identity(), os.getpid(), watch.board.fd), until)
+    hosts = tuple(one.host for one in said)
+    near = {r: (one.pid, one.board) for r, one in enumerate(said) if one.host == hosts[rank] and r != rank}
+    agent = here is not None and here.agent
+    watch.start(near, store.clone(), agent)  # type: ignore[attr-defined]
+    install(watch, _part)
+    _choose_interface(hosts, here)
+    group = _make_group(store, rank, size, mine, _within(watch, until))
+    world = World(rank, size, hosts, store, group, watch)
+    watch.running()
+    world.barrier()
+    return world
+
+
+def _within(watch: Watch, until: float) -> Callable[[float], None]:
+    def check(waited: float) -> None:
+        watch.check(EVERYBODY, 0.0)
+        if monotonic() > until:
+            raise RankError(f"expected all ranks to connect at the start, but rank {watch.rank} still waits for some")
+
+    return check
+
+
+def _choose_interface(hosts: tuple[str, ...], here: Place | None) -> None:
+    """Loopback on one host; else the interface that leads to the address that the user gave, unless one is named."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if len(set(hosts)) == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    elif here is not None:
+        name = interface_to(here.address, here.port)
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _make_group(store: Store, rank: int, size: int, mine: bool, check: Callable[[float], None]) -> dist.ProcessGroup:
+    def make() -> dist.ProcessGroup:
+        if mine:
+            group: dist.ProcessGroup = dist.new_group(backend="gloo")
+            return group
+        hook = sys.excepthook
+        dist.init_process_group("gloo", store=PrefixStore("group", store), rank=rank, world_size=size)
+        sys.excepthook = hook  # torch's holds a traceback back until the other ranks have spoken
+        group = dist.distributed_c10d._get_default_group()
+        return group
+
+    return patiently(make, check)
+
+
+def _part() -> None:
+    """Close the connections in order: left to the end of the process, their threads may outlive what they use."""
+    global _world
+    if _world is not None:
+        group, _world = _world.group, None
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _packed(data: bytes, size: int) -> torch.Tensor:
+    row = bytearray(size)
+    row[:HEAD] = len(data).to_bytes(HEAD, "little")
+    kept = data[: size - HEAD]
+    row[HEAD : HEAD + len(kept)] = kept
+    return torch.frombuffer(row, dtype=torch.uint8)
+
+
+def _length(row: torch.Tensor) -> int:
+    return int.from_bytes(_bytes(row[:HEAD], HEAD, 0), "little")
+
+
+def _bytes(row: torch.Tensor, size: int, start: int = HEAD) -> bytes:
+    return row[start : start + size].numpy().tobytes()
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    return "Operation timed out" in str(error)

@@ -1,0 +1,46 @@
+"""What a user may set on open modules between two steps, and open code may decide by: flags and numbers.
+
+`model.aux = True` changes the path of a model whose own code asks `if self.aux`. Looked at for every micro-batch, so it
+goes no deeper than attributes of open modules, and of plain objects such as a config that they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+_FLAGS = frozenset((bool, str, type(None), torch.dtype, torch.device))
+_NUMBERS = frozenset((int, float))
+_NO_CONFIG = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.Generator)
+
+
+def flags_of(modules: Iterable[nn.Module]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Flags and words, which decide a path; and numbers, which rarely do."""
+    flags: list[Any] = []
+    numbers: list[Any] = []
+    held: dict[int, Any] = {}
+    for module in modules:
+        _look(vars(module), flags, numbers, held)
+    for thing in held.values():
+        _look(vars(thing), flags, numbers, {})
+    return tuple(flags), tuple(numbers)
+
+
+def _look(attributes: dict[str, Any], flags: list[Any], numbers: list[Any], held: dict[int, Any]) -> None:
+    for name, value in attributes.items():
+        kind = type(value)
+        if kind in _FLAGS:
+            flags.append((name, value))
+        elif kind in _NUMBERS:
+            numbers.append(value)
+        elif kind is dict or kind is list or kind is tuple:
+            continue
+        elif isinstance(value, Enum):
+            flags.append((name, value))
+        elif hasattr(value, "__dict__") and not isinstance(value, _NO_CONFIG):
+            held[id(value)] = value

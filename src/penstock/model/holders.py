@@ -1,0 +1,111 @@
+"""Things that hold a module's state and can be put back: dicts, lists, sets, deques, plain objects, arrays, generators.
+
+Each kind of holder says what it holds now (`look`), in a form that stays as it is whatever becomes of the holder, and
+takes such a form back (`put`).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+OWN = frozenset(vars(nn.Module()))  # what torch keeps on every module
+_CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+PLAIN = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, *_CODE)
+)  # nothing to look into
+_NO_RECORD = (nn.Module, torch.Tensor, *_CODE)
+
+
+class Kind(NamedTuple):
+    """How to read and write one kind of holder. What it holds is a list of values, and what it calls them."""
+
+    look: Callable[[Any], tuple[Any, list[Any]]]
+    put: Callable[[Any, Any, list[Any]], None]
+
+
+def _look_dict(held: dict[Any, Any]) -> tuple[Any, list[Any]]:
+    return list(held), list(held.values())
+
+
+def _put_dict(held: dict[Any, Any], keys: Any, values: list[Any]) -> None:
+    held.clear()
+    held.update(zip(keys, values, strict=True))
+
+
+def _look_values(held: Any) -> tuple[Any, list[Any]]:
+    return None, list(held)
+
+
+def _put_list(held: list[Any], _: Any, values: list[Any]) -> None:
+    held[:] = values
+
+
+def _put_set(held: set[Any] | deque[Any], _: Any, values: list[Any]) -> None:
+    held.clear()
+    if isinstance(held, deque):
+        held.extend(values)
+    else:
+        held.update(values)
+
+
+_DICT, _LIST, _SET = Kind(_look_dict, _put_dict), Kind(_look_values, _put_list), Kind(_look_values, _put_set)
+_OBJECT = Kind(lambda held: _look_dict(vars(held)), lambda held, *rest: _put_dict(vars(held), *rest))
+_ARRAY = Kind(lambda held: (held.copy(), []), lambda held, before, _: np.copyto(held, before))
+_PYTHON = Kind(lambda held: (held.getstate(), []), lambda held, state, _: held.setstate(state))
+_NUMPY = Kind(lambda held: (held.bit_generator.state, []), lambda held, s, _: setattr(held.bit_generator, "state", s))
+_OLD_NUMPY = Kind(lambda held: (held.get_state(), []), lambda held, state, _: held.set_state(state))
+_TORCH = Kind(lambda held: (held.get_state(), []), lambda held, state, _: held.set_state(state))
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+
+def kind_of(value: Any) -> Kind | None:
+    """How to read and write a value, or None where it holds nothing that a forward could change."""
+    if isinstance(value, nn.Module):
+        return _OBJECT
+    if isinstance(value, (dict, list, set, deque)):
+        return _DICT if isinstance(value, dict) else _LIST if isinstance(value, list) else _SET
+    if isinstance(value, np.ndarray):
+        return _ARRAY if value.flags.writeable else None
+    if isinstance(value, GENERATORS):
+        kinds = (_PYTHON, _NUMPY, _OLD_NUMPY, _TORCH)
+        return next(kind for kind, cls in zip(kinds, GENERATORS, strict=True) if isinstance(value, cls))
+    return _OBJECT if is_record(value) else None
+
+
+def is_record(value: Any) -> bool:
+    """An object of the user's that holds attributes, such as a config. A library's may have threads and files."""
+    if isinstance(value, _NO_RECORD) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.split(".")[0] not in _LIBRARIES
+
+
+_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy"))
+
+
+def same(now: tuple[Any, list[Any]], before: tuple[Any, list[Any]]) -> bool:
+    """Whether two looks saw the same: values by identity, what they are called or the state of a generator by value."""
+    if len(now[1]) != len(before[1]) or not all(map(is_, now[1], before[1])):
+        return False
+    return equal(now[0], before[0])
+
+
+def equal(now: Any, before: Any) -> bool:
+    if isinstance(now, torch.Tensor):
+        return torch.equal(now, before)
+    if isinstance(now, np.ndarray):
+        return now.dtype == before.dtype and np.array_equal(now, before, equal_nan=now.dtype.kind in "fc")
+    if isinstance(now, dict) and isinstance(before, dict):
+        return now.keys() == before.keys() and all(equal(now[key], before[key]) for key in now)
+    if isinstance(now, (tuple, list)) and len(now) < 64:
+        return len(now) == len(before) and all(map(equal, now, before))
+    return bool(now == before)

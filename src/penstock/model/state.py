@@ -1,0 +1,199 @@
+"""What modules keep between forwards: buffers, counters, lists, moving averages, generators. To be saved and put back.
+
+Tensors are saved as copies, made once for each version of theirs: saving what has not changed costs a look. But torch
+moves the running averages of a batch norm without counting a version, so whatever could be one is copied each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from penstock.errors import SplitError
+from penstock.model.holders import OWN, PLAIN, Kind, is_record, kind_of, same
+
+LARGE = 2**26  # bytes; of larger tensors no copy is kept, unless they are seen to change
+LONG = 10_000  # entries; longer containers are looked at no more when a step has left them as they were
+DEEP = 4  # containers inside containers
+_Look = tuple[Any, list[Any]]
+
+
+class _Held(NamedTuple):
+    """A holder and what it held."""
+
+    holder: Any
+    kind: Kind
+    look: _Look
+
+
+class _Copy(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+    values: torch.Tensor | None
+
+
+class Saved(NamedTuple):
+    """What some modules held at one time."""
+
+    held: list[_Held]
+    tensors: list[_Copy]
+
+
+class Copies:
+    """Values of tensors by identity, each of one version."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, _Copy] = {}
+        self.still: dict[int, Any] = {}  # large things that a step has left as they were
+
+    def is_still(self, thing: Any) -> bool:
+        return self.still.get(id(thing)) is thing
+
+    def of(self, tensor: torch.Tensor) -> _Copy:
+        version, found = _version(tensor), self.known.get(id(tensor))
+        if found is not None and found.tensor is tensor and found.version == version and not _moves_unseen(tensor):
+            return found
+        without = tensor.is_meta or tensor.grad_fn is not None or self.is_still(tensor)
+        fresh = self.known[id(tensor)] = _Copy(tensor, version, None if without else tensor.detach().clone())
+        return fresh
+
+    def settle(self, before: Saved) -> None:
+        """After a step: copies of large tensors that it left alone go, and those of tensors that are gone."""
+        alive = {id(copy.tensor) for copy in before.tensors}
+        self.known = {key: copy for key, copy in self.known.items() if key in alive}
+        for tensor, version, values in before.tensors:
+            if _version(tensor) != version:
+                self.still.pop(id(tensor), None)
+            elif values is not None and values.numel() * values.element_size() > LARGE:
+                self.still[id(tensor)] = tensor
+                self.known[id(tensor)] = _Copy(tensor, version, None)
+        for holder, kind, look in before.held:
+            if len(look[1]) > LONG and same(kind.look(holder), look):
+                self.still[id(holder)] = holder
+
+
+class State:
+    """The state of some modules."""
+
+    def __init__(self, modules: Iterable[nn.Module], copies: Copies | None = None, more: Iterable[Any] = ()) -> None:
+        self.modules = list({id(module): module for module in modules}.values())
+        self.more = list(more)  # generators that belong to no module
+        self.copies = Copies() if copies is None else copies
+
+    def save(self) -> Saved:
+        found = _Found(self.copies)
+        for module in self.modules:
+            found.reach(module._buffers, DEEP)
+            if not _is_torchs(module):
+                found.reach(module, DEEP)
+        for thing in self.more:
+            found.reach(thing, DEEP)
+        return Saved(found.held, found.tensors)
+
+    def restore(self, before: Saved) -> None:
+        """Undo every change since."""
+        for held in before.held:
+            _put(held)
+        with torch.no_grad():
+            for tensor, version, values in before.tensors:
+                if values is not None and _changed(tensor, version) and not torch.equal(tensor, values):
+                    tensor.copy_(values)
+
+    @contextmanager
+    def as_they_were(self, before: Saved) -> Iterator[None]:
+        """Run something with old values, and put today's back. Tensors that have changed are replaced, not written to:
+        a graph may need what they hold today."""
+        today = self.save()
+        old = _old_tensors(before)
+        for holder, kind, (keys, values) in before.held:
+            _put(_Held(holder, kind, (keys, [old.get(id(value), value) for value in values] if old else values)))
+        try:
+            yield
+        finally:
+            for held in today.held:
+                _put(held)
+
+    def changed(self, before: Saved) -> list[torch.Tensor]:
+        """Tensors that have changed since, and of which nobody knows what they held."""
+        return [t for t, version, values in before.tensors if values is None and _version(t) != version]
+
+
+class _Found:
+    """Holders and tensors met so far."""
+
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
+        self.met: set[int] = set()
+        self.held: list[_Held] = []
+        self.tensors: list[_Copy] = []
+
+    def reach(self, value: Any, deep: int) -> None:
+        if type(value) in PLAIN or id(value) in self.met:
+            return
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter):
+                self.met.add(id(value))
+                self.tensors.append(self.copies.of(value))
+            return
+        if isinstance(value, (tuple, frozenset)):
+            inner: Iterable[Any] = value
+        else:
+            kind = kind_of(value)
+            if kind is None or self.copies.is_still(value) or (isinstance(value, nn.Module) and deep < DEEP):
+                return
+            self.met.add(id(value))
+            look = kind.look(value)
+            self.held.append(_Held(value, kind, look))
+            inner = look[1]
+            if isinstance(value, nn.Module):
+                inner = [part for name, part in zip(*look, strict=True) if name not in OWN]
+        if deep:
+            left = max(deep - (2 if is_record(value) else 1), 0)
+            for part in inner:
+                if type(part) not in PLAIN:
+                    self.reach(part, left)
+
+
+def _put(held: _Held) -> None:
+    holder, kind, look = held
+    if not same(kind.look(holder), look):
+        kind.put(holder, *look)
+
+
+def _old_tensors(before: Saved) -> dict[int, torch.Tensor]:
+    """Stand-ins with the old values, for tensors that have changed since."""
+    found: dict[int, torch.Tensor] = {}
+    for tensor, version, values in before.tensors:
+        if _changed(tensor, version):
+            if values is None and tensor.grad_fn is None:
+                raise SplitError(
+                    "a large tensor that a forward changes to have done so from the first step on, with recompute",
+                    f"one of shape {tuple(tensor.shape)} that began later",
+                    "use recompute='never', or change it outside of the forward",
+                )
+            if values is not None:
+                found[id(tensor)] = values.clone()
+    return found
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """A layer of torch's own keeps nothing but buffers, unless a hook does."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module).__module__.startswith("torch.nn.modules") and not hooks
+
+
+def _changed(tensor: torch.Tensor, version: int) -> bool:
+    """Whether a tensor has been written to since it had a version, or may have been."""
+    return _version(tensor) != version or _moves_unseen(tensor)
+
+
+def _moves_unseen(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.is_floating_point() and tensor.numel() * tensor.element_size() <= LARGE
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,115 @@
+"""The launcher: local workers that end together, with one line on which rank failed and how."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from penstock.app.launch import launch
+from penstock.errors import InputError
+from ranks import all_gone, launched
+
+PLAIN = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+print(f"rank {rank} begins as {os.getpid()}", flush=True)
+"""
+
+
+def script(folder, text):
+    """No torch: the launcher does not ask what its workers are."""
+    path = folder / "worker.py"
+    path.write_text(PLAIN + text)
+    return str(path)
+
+
+def test_the_environment_of_the_workers(tmp_path):
+    names = ["WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
+    text = f"print(rank, *[os.environ[name] for name in {names}], repr(sys.stdin.read()), sys.argv[1:])"
+    with launched(tmp_path, 2, "a b", script=script(tmp_path, text)) as run:
+        assert run.wait() == 0, run.said
+        lines = [line for line in run.out.read_text().splitlines() if "begins" not in line]
+        assert sorted(lines) == [f"{rank} 2 {rank} 2 127.0.0.1 1 '' ['a b']" for rank in range(2)]
+
+
+def test_threads_that_the_user_asked_for_stay(tmp_path):
+    text = "print(os.environ['OMP_NUM_THREADS'])"
+    with launched(tmp_path, 1, script=script(tmp_path, text), OMP_NUM_THREADS=3) as run:
+        assert run.wait() == 0
+        assert run.out.read_text().splitlines()[-1] == "3"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "line"),
+    [
+        ("sys.exit(7)", 7, "rank 1 ended with code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 ended by signal 9 (SIGKILL), possibly out of memory"),
+        ("os.kill(os.getpid(), 11)", 139, "rank 1 ended by signal 11 (SIGSEGV)"),
+    ],
+)
+def test_the_first_failing_rank_is_named_and_the_rest_is_ended(tmp_path, end, code, line):
+    text = f"if rank == 1:\n    {end}\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(100)"
+    with launched(tmp_path, 3, script=script(tmp_path, text)) as run:
+        assert run.wait() == code
+        assert run.said == f"penstock: {line}\npenstock: still running 5 s later, and ended: rank 0, 2\n"
+        all_gone([*run.pids().values()], 0.5)
+
+
+def test_what_a_failed_worker_has_started_ends_too(tmp_path):
+    text = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '100'])\nprint('child', child.pid, flush=True)\n"
+        "os._exit(3)"
+    )
+    with launched(tmp_path, 1, script=script(tmp_path, text)) as run:
+        assert run.wait() == 3
+        all_gone([int(run.out.read_text().split("child ")[1])], 1.0)
+
+
+def test_a_worker_that_ignores_ctrl_c_is_ended_all_the_same(tmp_path):
+    text = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(100)"
+    with launched(tmp_path, 2, script=script(tmp_path, text)) as run:
+        pids = run.begun(2)
+        while run.out.read_text().count("deaf") < 2:
+            time.sleep(0.02)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert all_gone([*pids.values()], 5.0) > 3.0
+        assert run.wait() == 128 + signal.SIGINT
+
+
+def test_ctrl_c_comes_once_and_can_be_handled(tmp_path):
+    text = (
+        "try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    print('saving', flush=True)\n"
+        "    time.sleep(0.5)\n    print('saved', flush=True)"
+    )
+    with launched(tmp_path, 2, script=script(tmp_path, text)) as run:
+        pids = run.begun(2)
+        os.killpg(run.process.pid, signal.SIGINT)
+        all_gone([*pids.values()], 5.0)
+        assert run.wait() == 128 + signal.SIGINT
+        assert run.out.read_text().count("saved") == 2
+        assert run.said == ""
+
+
+def test_workers_that_have_not_begun_die_with_the_launcher(tmp_path):
+    """Before any code of penstock runs in them."""
+    with launched(tmp_path, 2, script=script(tmp_path, "time.sleep(100)")) as run:
+        pids = run.begun(2)
+        os.kill(run.process.pid, signal.SIGKILL)
+        all_gone([*pids.values()], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("command", "workers", "message"),
+    [
+        ([sys.executable], 0, "expected at least one worker, but got 0"),
+        (["no-such-program", "x"], 1, "expected a command that can be run, but got no-such-program x"),
+        ([], 1, "expected a command that can be run, but got none"),
+    ],
+)
+def test_bad_input(command, workers, message):
+    with pytest.raises(InputError, match=message):
+        launch(command, workers)

@@ -1,0 +1,103 @@
+"""Run as one rank: trains, and tells rank 0's file what was measured.
+
+timeline_rank.py timelines OUT        sleeping stages under several schedules, one after the other
+timeline_rank.py memory OUT METHOD    big activations, so that they outweigh all else
+timeline_rank.py offsets OUT          clocks that differ by what SHIFT in the environment says
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from penstock import Pipeline
+from penstock.app.offsets import offsets
+from penstock.engine.world import World, join
+
+RANK = int(os.environ.get("RANK", "0"))
+FORWARD, BACKWARD = 0.004, 0.008
+SCHEDULES = {"gpipe": {}, "1f1b": {"clip": 1.0}, "zb-h1": {}, "interleaved": {"chunks": 2, "clip": 1.0}}
+
+
+class Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(FORWARD)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(BACKWARD)
+        return gradient
+
+
+class Sleeper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return Nap.apply(self.linear(x))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+def timelines():
+    torch.manual_seed(0)
+    x, ranks, found = torch.randn(8, 16), int(os.environ["WORLD_SIZE"]), {}
+    for name, asked in SCHEDULES.items():
+        model = nn.Sequential(*(Sleeper() for _ in range(ranks * asked.get("chunks", 1))))
+        options = {"stages": ranks, "schedule": name, "microbatches": 8, **asked}
+        pipe = Pipeline(model, example=x[:1], loss=nn.functional.mse_loss, optimizer=sgd, **options)
+        for _ in range(6):
+            pipe.step(x, x)
+        measured = pipe.measured()
+        found[name] = {
+            "measured": [measured.timeline(step).to_json() for step in range(6)],
+            "predicted": measured.predicted().to_json(),
+            "last": pipe.timeline().to_json(),
+        }
+    return found
+
+
+def memory(method):
+    """Rows enough that what one micro-batch keeps is 8 MiB a layer."""
+    torch.manual_seed(0)
+    x = torch.randn(4 * 16384, 64)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)]
+    options = {"stages": 2, "schedule": method, "microbatches": 4, "verify": False}
+    pipe = Pipeline(
+        nn.Sequential(*layers), example=x[:4], loss=nn.functional.mse_loss, optimizer=torch.optim.Adam, **options
+    )
+    for _ in range(3):
+        pipe.step(x, x)
+    measured = pipe.measured()
+    kept = {name: values.tolist() for name, values in vars(measured.footprint).items()}
+    return {"ranks": [dataclasses.asdict(rank) for rank in measured.memory()], "kept": kept}
+
+
+def shifted():
+    world = join()
+    assert isinstance(world, World)
+    shifts = [int(shift) for shift in os.environ["SHIFT"].split()]
+    apart = dataclasses.replace(world, hosts=tuple(os.environ["HOSTS"].split()))
+    return offsets(apart, lambda: time.perf_counter_ns() + shifts[RANK])
+
+
+def main(what, out, *arguments):
+    torch.set_num_threads(1)
+    found = {"timelines": timelines, "memory": memory, "offsets": shifted}[what](*arguments)
+    Path(f"{out}.{RANK}").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,106 @@
+"""A walk belongs to the thread that runs it: what other threads do meanwhile is theirs."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from compare import assert_same, pipeline, plain, stepped
+from torch import nn
+from zoo import WIDTH, Of, blocks, floats
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    yield
+    torch.set_num_threads(before)
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def through(m, x):
+    for block in m.blocks:
+        meet = m.between() if m.between else None  # in open code, as another thread would at any time
+        x = block(x)
+        assert meet is None
+    return x
+
+
+def stack(between=None):
+    return Of(through, blocks=blocks(4), between=between).double()
+
+
+def in_a_thread(work):
+    failed = []
+
+    def run():
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def test_another_thread_calls_modules_while_a_model_is_traced_and_run():
+    other, calls = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []
+
+    def work():
+        calls.append(other(torch.zeros(1, 2)))
+        Identity.apply(torch.ones(2, requires_grad=True)).sum().backward()
+        other.calls = len(calls)
+
+    model = stack(lambda: in_a_thread(work))
+    pipe = pipeline(model, floats(4, 6, WIDTH), cuts=["blocks.1", "blocks.2"])
+    batch = floats(5, 6, WIDTH)
+    assert_same(stepped(pipe, batch), plain(model, batch))
+    assert len(calls) > 10
+
+
+def test_attributes_that_another_thread_sets_are_not_refused():
+    model = stack()
+    model.between = lambda: in_a_thread(lambda: setattr(model.blocks[0], "note", object()))
+    pipe = pipeline(model, floats(4, 6, WIDTH), cuts=["blocks.1"])
+    pipe.step(floats(5, 6, WIDTH))
+
+
+def test_two_pipelines_in_two_threads():
+    models = [stack() for _ in range(2)]
+    batches = [floats(5, 6, WIDTH) for _ in models]
+    wanted = [plain(model, batch) for model, batch in zip(models, batches, strict=True)]
+    pipes = [pipeline(model, floats(4, 6, WIDTH), cuts=["blocks.1", "blocks.2"]) for model in models]
+    found, failed = [None, None], []
+
+    def train(at):
+        try:
+            for _ in range(4):
+                loss, gradients = stepped(pipes[at], batches[at])
+                found[at] = loss, {name: gradient.clone() for name, gradient in gradients.items()}
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=train, args=(at,)) for at in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_same(ours, theirs)
+    assert nn.Module.__call__.__module__ == "torch.nn.modules.module"

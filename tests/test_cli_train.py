@@ -1,0 +1,212 @@
+"""`penstock train` and `penstock verify` as a person uses them: real processes, one message for bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULE = [sys.executable, "-m", "penstock.cli"]
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SMALL = """
+[model]
+kind = "gpt"
+width = 16
+heads = 2
+layers = 4
+length = 16
+[pipeline]
+stages = 2
+microbatches = 4
+[optimizer]
+lr = 1e-2
+[training]
+steps = 12
+batch = 16
+log_every = 4
+plain_steps = 0
+"""
+
+
+def environment(**more):
+    around = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    return around | {"OMP_NUM_THREADS": "1"} | more
+
+
+def penstock(*arguments, cwd=None):
+    words = [*MODULE, *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment(), cwd=cwd)
+
+
+@pytest.fixture
+def small(tmp_path):
+    file = tmp_path / "small.toml"
+    file.write_text(SMALL)
+    return file
+
+
+def losses(done):
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["losses"]
+
+
+def test_training_on_workers_gives_the_losses_of_one_process(small):
+    workers, inline = (losses(penstock("train", small, "--json", *flags)) for flags in ((), ("--inline",)))
+    assert workers == inline
+    assert len(workers) == 12
+    assert sum(workers[-3:]) < sum(workers[:3])
+
+
+def test_training_on_workers_ends_in_a_table_and_a_report(small, tmp_path):
+    done = penstock("train", small, "--steps", 6, "--report", tmp_path / "new" / "run.html")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^step (\d+)/6  loss \d", done.stdout, re.MULTILINE) == ["1", "4", "6"]
+    for name in ("2 workers", "time per step", "bubble", "memory, each", "traffic per step"):
+        assert name in done.stdout
+    page = (tmp_path / "new" / "run.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "measured" in page
+    assert "predicted from the steps before" in page
+
+
+def test_the_figures_of_a_run_as_json(small):
+    told = json.loads(penstock("train", small, "--steps", 5, "--json").stdout)
+    assert 0 < told["timeline"]["bubble"] < 1
+    assert len(told["memory"]) == 2
+    assert told["traffic"] > 0
+    assert told["seconds_per_step"] > 0
+
+
+def test_a_plain_process_is_timed_in_the_same_run(small):
+    small.write_text(SMALL.replace("plain_steps = 0", "plain_steps = 2"))
+    told = json.loads(penstock("train", small, "--steps", 3, "--json").stdout)
+    assert told["plain"][0]["threads"] == 1
+    assert told["plain"][0]["seconds"] > 0
+
+
+def test_ranks_that_torchrun_launched_are_taken_as_they_are(small):
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    words += ["penstock.cli", "train", str(small), "--steps", "4", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment())
+    assert losses(done) == losses(penstock("train", small, "--steps", 4, "--json", "--inline"))
+
+
+def test_verify_on_workers_and_inline(small):
+    for flags in ((), ("--inline",)):
+        done = penstock("verify", small, "--steps", 2, "--json", *flags)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert told["ok"]
+        assert [stage["stage"] for stage in told["stages"]] == [0, 1]
+        assert all(stage["gradient"]["relative"] < 1e-12 for stage in told["stages"])
+
+
+def test_verify_leaves_with_1_for_a_model_that_a_pipeline_breaks():
+    for flags in ((), ("--inline",)):
+        done = penstock("verify", ROOT / "tests" / "app" / "broken.toml", "--steps", 2, *flags)
+        assert done.returncode == 1, done.stderr
+        assert "does NOT train as one plain process" in done.stdout
+        assert "Traceback" not in done.stderr
+
+
+def test_the_examples_train(tmp_path):
+    for name in ("gpt.toml", "own.toml"):
+        done = penstock("train", ROOT / "examples" / name, "--steps", 2, "--inline", "--json", cwd=tmp_path)
+        assert len(losses(done)) == 2
+    words = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1"]
+
+
+BAD = {
+    "a file that is not there": (None, "nowhere.toml: expected a readable TOML file, but got No such file"),
+    "no TOML": (("steps = 12", "steps = = 12"), r"small.toml:\d+:\d+: expected TOML"),
+    "an unknown key": (("steps = 12", "steps = 12\nstep = 3"), "training.step: .*did you mean steps"),
+    "two faults": (("heads = 2\nlayers = 4", "heads = 3\nlayers = 0"), "got 2 of them"),
+    "an unknown schedule": (("stages = 2", 'stages = 2\nschedule = "1f2b"'), "pipeline.schedule: .*try 1f1b"),
+    "an asynchronous schedule": (("stages = 2", 'stages = 2\nschedule = "pipedream"'), "a synchronous schedule"),
+    "more stages than layers": (("stages = 2", "stages = 60"), "at most .* stages for this model's layers, but got 60"),
+    "a batch smaller than its parts": (("batch = 16", "batch = 3"), "training.batch: expected at least 4 rows"),
+    "a text that is not there": (("[pipeline]", '[data]\npath = "no.txt"\n[pipeline]'), "data.path: .*No such file"),
+    "a module that is not there": (("[pipeline]", "[pipeline]\ncuts = ['block.1']"), "cuts to name submodules"),
+    "a report that cannot be written": (
+        ("steps = 12", 'steps = 12\nreport = "/proc/nowhere/a.html"'),
+        "a report that can be written",
+    ),
+}
+
+
+def here(monkeypatch, capsys, *arguments):
+    """The command in this process, which has torch already: its code and what it said."""
+    from penstock.cli import main
+
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code, capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_message(small, monkeypatch, capsys, case, command):
+    change, said = BAD[case]
+    file = small if change else small.parent / "nowhere.toml"
+    if change:
+        assert change[0] in SMALL
+        small.write_text(SMALL.replace(*change))
+    if "report" in case and command == "verify":
+        return  # it writes none
+    code, told = here(monkeypatch, capsys, command, file, "--inline")
+    assert (code, told.out) == (2, "")
+    assert told.err.startswith("penstock: ")
+    assert told.err.count("penstock: ") == 1
+    assert re.search(said, told.err), told.err
+
+
+def test_a_refusal_as_a_process_has_no_traceback(small):
+    done = penstock("train", small.parent / "nowhere.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_text_that_is_not_there_is_said_once_by_workers(small):
+    small.write_text(SMALL.replace("[pipeline]", '[data]\npath = "no.txt"\n[pipeline]'))
+    done = penstock("verify", small)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("data.path: expected a file") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_workers_refuse_is_said_once(small):
+    small.write_text(SMALL.replace("[pipeline]", "[pipeline]\ncuts = ['block.1']"))
+    done = penstock("train", small)
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("cuts to name submodules") == 1, done.stderr
+
+
+def test_steps_that_are_none_are_refused(small, monkeypatch, capsys):
+    code, told = here(monkeypatch, capsys, "train", small, "--steps", 0)
+    assert code == 2
+    assert "training.steps: expected a whole number of at least 1, but got 0" in told.err
+
+
+def test_inline_is_for_one_process(small, monkeypatch, capsys):
+    from penstock.cli import main
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["penstock", "train", str(small), "--inline"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "one process for --inline, but got 2 that were launched together" in capsys.readouterr().err
