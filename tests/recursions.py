@@ -6,7 +6,7 @@ mini-batches before it. Shares no code with the library.
 
 Counting: `n` stages s = 0..n-1, `m` micro-batches a mini-batch, micro-batches t = 0, 1, ... over the whole run, so t
 belongs to mini-batch t // m; the update of mini-batch b makes version b + 1. Stage s runs warm(s) = n-1-s forwards,
-then a forward and a backward in turn. So there, with n = 3 and m = 1 (number: micro-batch, F/B; v: version made):
+then a forward and a backward in turn. With n = 3 and m = 1 (F3: the forward of micro-batch 3; v1: version 1 made):
 
     stage 0   F0 F1 F2 B0 v1 F3 B1 v2 F4 B2 v3 ...     F3 finds version 1 = 3 - warm(0)
     stage 1   F0 F1 B0 v1 F2 B1 v2 F3 B2 v3 ...        F3 finds version 2 = 3 - warm(1)

@@ -201,12 +201,12 @@ def scale(value: float) -> Op:
     return Op(lambda carried, w: (w["w"] * carried[0],), {"w": torch.tensor(value, dtype=torch.float64)})
 
 
-def product(values: list[float], count: int, tied: tuple[int, int] | None = None, **more) -> Job:
+def product(values: list[float], count: int, tied: tuple[int, int] | None = None, rows: int = 1, **more) -> Job:
     """One factor a stage, on data of ones; the loss is the product itself, so nothing but the weights matters."""
     stages = [[scale(value)] for value in values]
     if tied:
         stages[tied[1]] = stages[tied[0]]
-    ones = torch.ones(1, dtype=torch.float64)
+    ones = torch.ones(rows, dtype=torch.float64)
     return Job(stages, [(ones, ones)] * count, lambda out, target: out.mean(), **more)
 
 
@@ -239,11 +239,12 @@ def test_vertical_sync_by_hand():
 def test_two_bw_by_hand_and_with_a_forecast():
     """One factor at rate 1/4, loss w squared by using it twice on a stage: the gradient is 2 w of the version used.
 
-    Plain: 1, 1 - 2/4 = 1/2 (from w0), 1/2 - 2/4 = 0 (from w0), 0 - 1/4 (from w1 = 1/2).
-    Forecast: mini-batch 1 knows no step before w0, so the same; mini-batch 2 uses w1 + (w1 - w0) = 0: no gradient.
+    Plain: 1, 1 - 2/4 = 1/2 (from w0), 1/2 - 2/4 = 0 (from w0), 0 - 1/4 (from w1 = 1/2), no change (from w2 = 0).
+    Forecast: mini-batch 1 knows no step before w0, so the same; mini-batch 2 uses w1 + (w1 - w0) = 0: no change;
+    mini-batch 3 uses w2 + (w2 - w1) = -1/2: 0 + 1/4.
     """
-    for predict, wanted in ((None, [1.0, 0.5, 0.0, -0.25]), ("xpipe", [1.0, 0.5, 0.0, 0.0])):
-        job = product([1.0], 3, rule=SGD(0.25), predict=predict)
+    for predict, wanted in ((None, [1.0, 0.5, 0.0, -0.25, -0.25]), ("xpipe", [1.0, 0.5, 0.0, 0.0, 0.25])):
+        job = product([1.0], 4, rule=SGD(0.25), predict=predict)
         job.stages[0].append(job.stages[0][0])
         assert versions(two_bw(job), 0) == wanted
 
@@ -255,25 +256,35 @@ def test_a_shared_factor_by_hand():
     assert versions(found, 0) == [1.0, 0.5, 0.0, -0.25]
 
 
+@pytest.mark.parametrize("predict", [None, "xpipe"])
+@pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("t2", [None, D, 0.3])
-def test_no_stashing_and_pipemare_by_scalars(t2):
-    """a, b, c with delays 2, 1, 0: da = b' c, db = a c, dc = a b, where b' is the corrected newest b."""
+def test_no_stashing_and_pipemare_by_scalars(t2, m, predict):
+    """a, b, c with warm-ups 2, 1, 0: da = b' c, db = a c, dc = a b, where b' is the corrected newest b."""
     rate, count, rise = 0.1, 7, 4
     a, b, c, drift, losses = [1.1], [0.9], [1.2], 0.0, []
     for k in range(count):
-        old_a, old_b = a[max(0, k - 2)], b[max(0, k - 1)]
-        back_b = b[k] - (1 * drift if t2 else 0)
-        losses.append(old_a * old_b * c[k])
-        da, db, dc = back_b * c[k], old_a * c[k], old_a * old_b
-        eased = 2 ** -(1 - min(k / rise, 1)) if t2 else 1
+        loss = da = db = dc = 0.0
+        for t in range(k * m, k * m + m):
+            old_a, old_b = (forecast(w, max(0, (t - warm) // m), k, predict) for w, warm in ((a, 2), (b, 1)))
+            back_b = b[k] - drift / m
+            loss += old_a * old_b * c[k] / m
+            da, db, dc = da + back_b * c[k] / m, db + old_a * c[k] / m, dc + old_a * old_b / m
+        losses.append(loss)
+        eased = max(2 / m, 1) ** -(1 - min(k / rise, 1)) if t2 else 1
         a, b, c = [*a, a[k] - rate * eased * da], [*b, b[k] - rate * db], [*c, c[k] - rate * dc]
         if t2:
-            drift = t2 * drift + (1 - t2) * (b[k + 1] - b[k])
-    job = product([1.1, 0.9, 1.2], count, rule=SGD(rate))
+            drift = t2**m * drift + (1 - t2**m) * (b[k + 1] - b[k])
+    job = product([1.1, 0.9, 1.2], count, rule=SGD(rate), rows=m, m=m, predict=predict)
     found = pipemare(job, t1=rise, t2=t2) if t2 else no_stash(job)
     assert found.losses == pytest.approx(losses, rel=1e-13)
     for stage, wanted in enumerate((a, b, c)):
         assert versions(found, stage) == pytest.approx(wanted, rel=1e-13)
+
+
+def forecast(w: list[float], v: int, newest: int, predict: str | None) -> float:
+    step = w[v] - w[v - 1] if v else 0.0
+    return w[v] + (newest - v) * step if predict else w[v]
 
 
 def test_pipemare_with_a_shared_factor_by_scalars():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,21 +13,17 @@ import torch
 from torch import nn
 
 from penstock.app.crew import Crew, muster, require_agreement, same_weights, structure_of
+from penstock.app.equip import Chosen, Equipped, Floor, choose, describe, equip, require_sound
 from penstock.app.feed import Feed
 from penstock.app.optimize import Optimizers
-from penstock.app.settings import Wanted, home_of, read_precision, read_recompute, read_schedule, with_edges
+from penstock.app.settings import Wanted, home_of, read_precision, read_recompute
 from penstock.app.state import release
 from penstock.app.verify import compare_with_whole
-from penstock.core.check import Proven, prove
-from penstock.core.schedule import Schedule
 from penstock.engine.alone import Alone
-from penstock.engine.clock import Clock
-from penstock.engine.inline import InlineEngine
 from penstock.engine.lanes import Lanes, lane_names
+from penstock.engine.tie_groups import TieMail, grouped
 from penstock.engine.ties import Tie, Ties
 from penstock.engine.transport.choose import open_lanes
-from penstock.engine.worker import Worker
-from penstock.engine.world import World
 from penstock.errors import InputError, SplitError
 from penstock.model.batch import as_call, piece, require_device
 from penstock.model.batchnorm import DeferredNorms
@@ -43,25 +39,20 @@ from penstock.model.stage import Settings, Stage
 class Assembled:
     """The parts of one process's share in a pipeline."""
 
-    crew: Crew
     split: Split
-    schedule: Schedule
-    stages: list[Stage]  # of this process
-    engine: InlineEngine | Worker
-    optimizers: Optimizers
+    floor: Floor
+    equipped: Equipped
     norms: DeferredNorms
     buffers: Buffers
     feed: Feed
-    clock: Clock | None
-    device: torch.device
-    settings: Settings
 
 
 def assemble(wanted: Wanted) -> Assembled:
     """Build everything; what is refused is refused before anything of the model's has moved."""
     model, cuts, stages = _as_model(wanted)
-    built = read_schedule(wanted.schedule, stages, wanted.microbatches, wanted.chunks, cuts)
-    crew = muster(built.shape, wanted.timeout)
+    chosen = choose(wanted, stages, cuts)
+    shape = chosen.built.shape
+    crew = muster(shape, wanted.timeout)
     bare = is_weightless(model)
     _require_weights(crew, bare)
     device = torch.get_default_device() if bare else home_of(model)
@@ -72,21 +63,20 @@ def assemble(wanted: Wanted) -> Assembled:
     settings = Settings(device, wanted.seed, read_recompute(wanted.recompute), moves, precision)
     feed = Feed(crew, wanted.data, device)
     if not crew.alone:
-        _agree(crew, model, built, wanted)
+        _agree(crew, model, chosen, wanted)
     with traceable(model, (args, kwargs)) as (args, kwargs):
-        split = Split(model, built.shape.stages, args, kwargs, None if cuts is None else list(cuts))
-        schedule = with_edges(wanted.schedule, built, split.edges, wanted.chunks)
-        proven = prove(schedule)
+        split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
+        require_sound(chosen, split.edges)
         if wanted.verify and not bare:
             compare_with_whole(split, args, kwargs, device)
         if not crew.alone:
             _rehearse(split, args, kwargs)
     if bare:
         materialise(model, _needed(split, crew.here), device, wanted.load)
-    return _joined(wanted, crew, split, proven, settings, feed)
+    return _joined(wanted, crew, split, chosen, settings, feed)
 
 
-def _joined(wanted: Wanted, crew: Crew, split: Split, proven: Proven, settings: Settings, feed: Feed) -> Assembled:
+def _joined(wanted: Wanted, crew: Crew, split: Split, chosen: Chosen, settings: Settings, feed: Feed) -> Assembled:
     """The parts that depend on which stages are this process's."""
     model = split.model
     used, tied = _used(split), split.ties()
@@ -96,8 +86,9 @@ def _joined(wanted: Wanted, crew: Crew, split: Split, proven: Proven, settings: 
     norms, buffers = DeferredNorms(model), Buffers(model)
     shared = {stage: [named[name] for name, users in tied.items() if stage in users] for stage in crew.here}
     stages = [Stage(split, at, settings, norms, buffers, used[at], shared[at]) for at in crew.here]
-    lanes = _open(wanted, crew, proven.schedule, tied, settings.device)
-    ties = Ties([Tie(name, named[name], users) for name, users in tied.items()], stages, lanes)
+    lanes = _open(wanted, crew, split.edges, tied, settings.device)
+    every = [Tie(name, named[name], users) for name, users in tied.items()]
+    ties = Ties(every, stages, lanes)
     owned = {at: split.parameters(at) for at in crew.here}
     optimizers = Optimizers(
         owned, wanted.optimizer, wanted.lr_scheduler, wanted.clip, wanted.accumulate, wanted.precision == "fp16",
@@ -109,19 +100,14 @@ def _joined(wanted: Wanted, crew: Crew, split: Split, proven: Proven, settings: 
     )
     optimizers.turn = swap.turn
     split.tracing = swap.whole
-    clock = None if crew.alone or not wanted.timeline else Clock()
-    if crew.alone:
-        engine: InlineEngine | Worker = InlineEngine(proven, stages, swap.turn)
-    else:
+    if not crew.alone:
         release(model, [parameter for stage in stages for parameter in stage.parameters])
         split.whole, split.tracing = False, partial(_hollow, split)
         ties.spread()
-        assert lanes is not None
-        assert isinstance(crew.world, World)
-        engine = Worker(proven, crew.world.rank, stages, lanes, crew.world.watch, swap.turn, clock)
-    return Assembled(
-        crew, split, proven.schedule, stages, engine, optimizers, norms, buffers, feed, clock, settings.device, settings
-    )
+    mail = TieMail(grouped(every), set(crew.here), lanes)
+    names = {parameter: name for name, parameter in named.items()}
+    floor = Floor(crew, stages, settings, optimizers, lanes, mail, swap.turn, names, wanted.timeline)
+    return Assembled(split, floor, equip(chosen, floor, split.edges), norms, buffers, feed)
 
 
 def _as_model(wanted: Wanted) -> tuple[nn.Module, Any, int | None]:
@@ -137,12 +123,12 @@ def _require_weights(crew: Crew, bare: bool) -> None:
         raise InputError("a model with weights, as one process runs all stages", "a weightless one", advice)
 
 
-def _agree(crew: Crew, model: nn.Module, schedule: Schedule, wanted: Wanted) -> None:
+def _agree(crew: Crew, model: nn.Module, chosen: Chosen, wanted: Wanted) -> None:
     require_agreement(
         crew,
         {
             "model": structure_of(model),
-            "schedule": f"{schedule.shape.name} of {len(schedule)} actions",
+            "schedule": describe(chosen),
             "micro-batches": wanted.microbatches,
             "cuts": None if wanted.cuts is None else list(wanted.cuts),
             "seed": wanted.seed,
@@ -157,12 +143,16 @@ def _agree(crew: Crew, model: nn.Module, schedule: Schedule, wanted: Wanted) -> 
 
 
 def _open(
-    wanted: Wanted, crew: Crew, schedule: Schedule, tied: dict[str, tuple[int, ...]], device: torch.device
+    wanted: Wanted,
+    crew: Crew,
+    edges: Sequence[tuple[int, int]],
+    tied: dict[str, tuple[int, ...]],
+    device: torch.device,
 ) -> Lanes | None:
     if isinstance(crew.world, Alone):
         return None
     pairs = [(users[0], user) for users in tied.values() for user in users[1:]]
-    names = lane_names(crew.placement, schedule.shape.edges, pairs)
+    names = lane_names(crew.placement, edges, pairs)
     return open_lanes(crew.world, names, crew.placement, device, wanted.transport)
 
 

@@ -43,8 +43,12 @@ class Crew:
 
     def tell(self, found: Any) -> Any:
         """A few plain values that the last stage's rank knows, to every rank."""
-        mine = json.dumps(found).encode() if self.world.rank == self.last else None
-        return json.loads(self.world.broadcast(mine, self.last))
+        return self.told(found, self.last)
+
+    def told(self, found: Any, rank: int) -> Any:
+        """A few plain values that one rank knows, to every rank."""
+        mine = json.dumps(found).encode() if self.world.rank == rank else None
+        return json.loads(self.world.broadcast(mine, rank))
 
     def result(self, found: Any, example: Any, device: torch.device) -> Any:
         """A result of the model's, which the last stage's rank has, on every rank. `example` has its structure."""

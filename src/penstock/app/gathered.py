@@ -14,7 +14,11 @@ from penstock.app.offsets import offsets
 from penstock.core.action import Op
 from penstock.core.cost import Footprint
 from penstock.core.links import FloatArray
+from penstock.core.loop import Loop
+from penstock.core.lower import lower
 from penstock.core.schedule import Schedule
+from penstock.core.timeline import Timeline
+from penstock.engine.clock import Clock, RunClock
 from penstock.engine.worker import Worker
 from penstock.engine.world import World
 from penstock.errors import InputError
@@ -30,12 +34,10 @@ PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optim
 
 def gathered(pipe: Pipeline) -> Measured:
     """What was measured on all ranks. Every rank has to ask."""
-    world, clock, schedule = pipe.crew.world, pipe.clock, pipe.schedule
-    if clock is None or not isinstance(world, World):
+    world, clock, schedule = _world(pipe), pipe.clock, pipe.schedule
+    if not isinstance(clock, Clock) or not isinstance(schedule, Schedule):
         raise InputError(
-            "a run on several processes whose timeline is kept",
-            "one process, or timeline=False",
-            "launch with torchrun, and leave timeline on",
+            "a synchronous schedule, whose steps are alike", repr(schedule.shape.name), "ask for pipe.timeline()"
         )
     if not clock.steps:
         raise InputError("at least one step to have been measured", "none", "train first")
@@ -48,6 +50,35 @@ def gathered(pipe: Pipeline) -> Measured:
     again = np.full(schedule.shape.stages, pipe.settings.recompute is not Recompute.NEVER)
     added = np.array([float(part["added"]) for part in told])
     return Measured(schedule, start, end, clock.first, again, _footprint(told, schedule.shape.stages), added)
+
+
+def gathered_run(pipe: Pipeline) -> Timeline:
+    """The last run without a flush, from its fill to its drain, as it was measured. Every rank has to ask."""
+    world, clock, loop = _world(pipe), pipe.clock, pipe.schedule
+    assert isinstance(clock, RunClock)
+    assert isinstance(loop, Loop)
+    if clock.last is None:
+        raise InputError(
+            "a run that has drained, of no more mini-batches than are kept",
+            "none, or a longer one",
+            "train a shorter one, or evaluate in between",
+        )
+    ahead = offsets(world, clock.read)
+    mine = np.array(clock.last[:2], dtype=np.int64)
+    parts = [np.frombuffer(part, np.int64).reshape(2, -1) for part in world.gather(mine.tobytes())]
+    on_one_clock = np.concatenate([one - offset for one, offset in zip(parts, ahead, strict=True)], axis=1)
+    start, end = (on_one_clock - on_one_clock.min()) * 1e-9
+    return Timeline(lower(loop.unroll(clock.last[2])), start, end, measured=True)
+
+
+def _world(pipe: Pipeline) -> World:
+    if pipe.clock is None or not isinstance(pipe.crew.world, World):
+        raise InputError(
+            "a run on several processes whose timeline is kept",
+            "one process, or timeline=False",
+            "launch with torchrun, and leave timeline on",
+        )
+    return pipe.crew.world
 
 
 def _rows(schedule: Schedule, readings: list[Readings], asked: bool) -> tuple[FloatArray, FloatArray]:

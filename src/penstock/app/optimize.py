@@ -60,6 +60,7 @@ class Optimizers:
         self.schedulers = (
             [make_scheduler(optimizer) for optimizer in self.optimizers.values()] if make_scheduler else []
         )
+        self.by_stage = dict(zip(self.optimizers, self.schedulers, strict=False))
         self.clip, self.accumulate, self.fp16 = clip, accumulate, fp16
         self.turn: Callable[[int], None] = lambda stage: None  # told whose weights are needed next
         self.scale = 2.0**16 if fp16 else 1.0
@@ -130,7 +131,7 @@ class Optimizers:
         """The global norm, and clipping by it as torch does; None where nobody asks."""
         if self.clip is None and not self.fp16:
             return None
-        every = [_values(gradients, parameter) for parameter in gradients]
+        every = [values_of(gradients, parameter) for parameter in gradients]
         norm = self._total_norm([self.names[parameter] for parameter in gradients], every)
         if self.clip is not None and every and isfinite(norm):
             torch._foreach_mul_(every, min(1.0, self.clip / (norm + 1e-6)))
@@ -173,7 +174,7 @@ def _give(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
     parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
-def _values(gradients: Gradients, parameter: nn.Parameter) -> torch.Tensor:
+def values_of(gradients: Gradients, parameter: nn.Parameter) -> torch.Tensor:
     """The numbers of a gradient: of a sparse one, those that are there, each row once."""
     gradient = gradients[parameter]
     if not gradient.is_sparse:

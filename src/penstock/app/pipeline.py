@@ -9,22 +9,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.app.assemble import Assembled, assemble
+from penstock.app.crew import require_agreement
+from penstock.app.equip import Equipped, choose, describe, equip
 from penstock.app.first_loss import Compared, warn_coupled, warn_hidden
-from penstock.app.gathered import gathered
+from penstock.app.gathered import gathered, gathered_run
 from penstock.app.inputs import input_gradients
 from penstock.app.measured import Measured
 from penstock.app.optimize import Update
 from penstock.app.settings import Wanted, require_plain_loss
 from penstock.app.state import take_state, whole_state
+from penstock.app.streaming import Stream
+from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.core.timeline import Timeline
+from penstock.engine.clock import RunClock
+from penstock.engine.inline import InlineEngine
+from penstock.engine.stream import InlineStream, WorkerStream
+from penstock.engine.worker import Worker
 from penstock.errors import InputError
 from penstock.model import tree
 from penstock.model.batch import ApartError, as_call, join, piece, require_device, rows_of, spans, uneven_spans
@@ -65,7 +73,7 @@ class Pipeline:
         *,
         example: Any,
         stages: int | None = None,
-        schedule: str | Schedule = "1f1b",
+        schedule: str | Schedule | Loop = "1f1b",
         microbatches: int = 4,
         loss: LossFunction | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
@@ -84,29 +92,39 @@ class Pipeline:
         timeout: float = 120.0,
         timeline: bool = True,
         load: Callable[[str], torch.Tensor] | None = None,
+        **options: Any,
     ) -> None:
         require_plain_loss(loss)
-        wanted = Wanted(
+        self.wanted = Wanted(
             model, example, stages, schedule, microbatches, optimizer, cuts, chunks, recompute, offload, precision,
-            clip, accumulate, lr_scheduler, seed, verify, data, transport, timeout, timeline, load,
+            clip, accumulate, lr_scheduler, seed, verify, data, transport, timeout, timeline, load, options,
         )  # fmt: skip
-        self.loss, self.microbatches, self.index, self.verify = loss, microbatches, 0, verify
+        self.loss, self.index, self.verify = loss, 0, verify
         self.apart = False  # results of micro-batches cannot be put together
-        parts: Assembled = assemble(wanted)
-        self.model, self.split, self.schedule, self.stages = (
-            parts.split.model,
-            parts.split,
-            parts.schedule,
-            parts.stages,
-        )
-        self.crew, self.engine, self.feed, self.clock = parts.crew, parts.engine, parts.feed, parts.clock
-        self.optimizers, self.norms, self.buffers = parts.optimizers, parts.norms, parts.buffers
-        self.device, self.settings = parts.device, parts.settings
+        self.working = False  # inside a step
+        parts: Assembled = assemble(self.wanted)
+        self.model, self.split, self.floor, self.feed = parts.split.model, parts.split, parts.floor, parts.feed
+        self.norms, self.buffers = parts.norms, parts.buffers
+        self.crew, self.stages, self.optimizers = self.floor.crew, self.floor.stages, self.floor.optimizers
+        self.settings, self.device = self.floor.settings, self.floor.settings.device
         self.trained = self._trained()
+        self._take_up(parts.equipped)
+
+    def _take_up(self, equipped: Equipped) -> None:
+        self.schedule, self.engine, self.clock = equipped.schedule, equipped.engine, equipped.clock
+        self.microbatches = self.schedule.shape.microbatches
+        self.stream: Stream | None = None
+        if equipped.rounds is not None:
+            assert isinstance(self.engine, (InlineStream, WorkerStream))
+            self.stream = Stream(self, self.engine, equipped.rounds, equipped.remedies.t3)
+        elif isinstance(self.engine, Worker):
+            self.engine.describe()
 
     def step(self, inputs: Any, target: Any = None) -> Step:
         """One synchronous step over a batch: all micro-batches forward and backward, then the update."""
         loss = self._require_loss()
+        if self.stream is not None:
+            return self.stream.step(inputs, target)
         inputs, target = self.feed.one(inputs, target)
         with torch.enable_grad(), input_gradients(inputs, self.crew.alone) as scaled:
             found = self._again(lambda: self._run(self._jobs(inputs, target, self.microbatches, _scored(loss))))
@@ -118,12 +136,47 @@ class Pipeline:
         return Step(self.index - 1, found.mean, update.updated, update.norm)
 
     def train(self, loader: Iterable[tuple[Any, Any]] | None) -> Iterator[Step]:
-        """One record a batch of the loader, which yields (inputs, target)."""
+        """One record a batch of the loader, which yields (inputs, target).
+
+        Under an asynchronous schedule the pipe is fed without a flush, and a record comes when its batch has passed
+        through; the pipe drains at the end, at an evaluation, at a save, and when the loop is left.
+        """
+        self._require_loss()
+        if self.stream is not None:
+            yield from self.stream.train(loader)
+            return
         for inputs, target in self.feed.each(loader):
             yield self.step(inputs, target)
 
+    def switch(self, schedule: str | Schedule | Loop, *, microbatches: int | None = None, **options: Any) -> None:
+        """Go on by another schedule, between two mini-batches; what is in flight is trained to its end first.
+
+        The stages stay as they are, so the schedule must place as many on the same ranks. Optimizers keep their state.
+        """
+        self._require_between()
+        parts = self.microbatches if microbatches is None else microbatches
+        wanted = replace(self.wanted, schedule=schedule, microbatches=parts, options=options)
+        chosen = choose(wanted, self.schedule.shape.ranks, None)
+        if chosen.built.shape.placement != self.schedule.shape.placement:
+            raise InputError(
+                f"a schedule for {self.split.pieces} stages placed on ranks {list(self.schedule.shape.placement)}",
+                f"{chosen.built.shape.name} with {list(chosen.built.shape.placement)}",
+                "make a Pipeline of its own for it",
+            )
+        if not self.crew.alone:
+            require_agreement(self.crew, {"schedule": describe(chosen), "micro-batches": parts})
+        self.settle()
+        self.wanted = wanted
+        self._take_up(equip(chosen, self.floor, self.split.edges))
+
+    def settle(self) -> None:
+        """Train to its end what is in flight: all weights are then the newest. Synchronous schedules leave nothing."""
+        if self.stream is not None and not self.working:
+            self.stream.drain()
+
     def evaluate(self, loader: Iterable[tuple[Any, Any]] | None) -> float:
         """The mean loss over a loader, in eval mode, without gradients."""
+        self.settle()
         loss, total, weight = self._require_loss(), 0.0, 0.0
         with _in_eval_mode(self.model), torch.no_grad():
             for batch in self.feed.each(loader):
@@ -136,6 +189,7 @@ class Pipeline:
 
     def forward(self, inputs: Any) -> Any:
         """The model's result for a batch, without gradients, in the mode the model is in: on every rank."""
+        self.settle()
         inputs, _ = self.feed.one(inputs, None)
         rows = rows_of(as_call(inputs))
         found, apart = self._together(inputs, [(0, rows)] if self.apart else uneven_spans(rows, self.microbatches))
@@ -146,22 +200,26 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """The whole model's state under its own names, on every rank."""
+        self.settle()
         return whole_state(self.crew, self.split)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the whole model's state; each rank takes what its stages need."""
+        self.settle()
         take_state(self.split, state)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the training state to a new directory, between two steps; every rank has to call."""
         from penstock.app import checkpoint  # not at the top: torch's part of it takes long to import
 
+        self.settle()
         checkpoint.save(self, path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take up the training where `path` was saved, by whatever stages; every rank has to call."""
         from penstock.app import checkpoint
 
+        self.settle()
         checkpoint.load(self, path)
 
     def measured(self) -> Measured:
@@ -169,19 +227,28 @@ class Pipeline:
         return gathered(self)
 
     def timeline(self) -> Timeline:
-        """The last step as it was measured on all ranks; every rank has to ask."""
-        return self.measured().timeline()
+        """The last step as it was measured on all ranks; every rank has to ask.
+
+        Under an asynchronous schedule, the last run from its fill to its drain; what is in flight is drained first.
+        """
+        self.settle()
+        return gathered_run(self) if self.stream is not None else self.measured().timeline()
 
     def close(self) -> None:
         """Let go of what joins this pipeline's processes, which the end of the process does too. By every rank."""
+        self.settle()
         self.engine.close()
 
     def _run(self, jobs: list[Job]) -> Total:
         """All forwards and backwards; whatever goes wrong, the model is then as it was before."""
-        self.stages[-1].root = self.optimizers.root(sum(job.rows for job in jobs))
+        assert isinstance(self.engine, (InlineEngine, Worker))
+        root = self.optimizers.root(sum(job.rows for job in jobs))
+        for job in jobs:
+            job.root = root
+        self.norms.forget()
         before = self.buffers.save()
         try:
-            with random_states_kept(self.device), self.norms, self.optimizers.gathering():
+            with random_states_kept(self.device), self.norms, self.optimizers.gathering(), self.busy():
                 found = self._agreed(self.engine.run(jobs))
                 found.require_usable()
         except BaseException:
@@ -192,13 +259,15 @@ class Pipeline:
         return found
 
     def _updated(self, found: Total) -> Update:
-        if self.clock is not None:
-            self.clock.tick()
+        clock = self.clock
+        assert not isinstance(clock, RunClock)
+        if clock is not None:
+            clock.tick()
         update = self.optimizers.finish(found)
         self.norms.move()
-        if self.clock is not None:
-            self.clock.tick()
-            self.clock.end()
+        if clock is not None:
+            clock.tick()
+            clock.end()
         return update
 
     def _agreed(self, losses: list[Loss]) -> Total:
@@ -220,6 +289,7 @@ class Pipeline:
         """One result of several micro-batches, on the last stage's rank; or whether they cannot be put together, and
         nothing has changed."""
         before, found, apart = self.buffers.save(), None, False
+        self.norms.forget()
         try:
             with torch.no_grad(), self.norms:
                 results = self._forward(inputs, None, _unchanged, cut)
@@ -269,22 +339,51 @@ class Pipeline:
         cut: int | list[tuple[int, int]],
         finish: Callable[[Any, Any, int], Any],
         step: int | None = None,
+        first_number: int = 0,
     ) -> list[Job]:
         """One for each span of rows, or for so many micro-batches."""
         call, step = as_call(inputs), self.index if step is None else step
         self._notice_frozen()
         require_device((call, target), self.device)
-        self.engine.stamp = self.feed.stamp(inputs, target)
-        jobs, every = [], rows_of(call, target)
+        stamp = self.feed.stamp(inputs, target)
+        jobs: list[Job] = []
+        every = rows_of(call, target)
         cut = spans(every, cut) if isinstance(cut, int) else cut
         for number, (first, last) in enumerate(cut):
             args, kwargs = piece(call, first, last, every)
             path, rows, wanted = self.split.path(args, kwargs), last - first, piece(target, first, last, every)
             self.crew.require_lanes(path.edges, self.schedule.shape.edges)
-            jobs.append(
-                Job(number, step, args, kwargs, rows, path, _Finish(finish, wanted, rows), number == len(cut) - 1)
-            )
+            ending = _Finish(finish, wanted, rows)
+            jobs.append(Job(first_number + number, step, args, kwargs, rows, path, ending, number == len(cut) - 1))
+            jobs[-1].part, jobs[-1].stamp, jobs[-1].mates = number, stamp, jobs
         return jobs
+
+    def mini_batch(self, inputs: Any, target: Any, step: int, first_number: int) -> list[Job]:
+        """The micro-batches of one mini-batch, numbered from `first_number` on."""
+        with torch.enable_grad():
+            return self._jobs(inputs, target, self.microbatches, _scored(self._require_loss()), step, first_number)
+
+    def compare_first(self, inputs: Any, target: Any) -> None:
+        """Before anything is trained: the batch's loss against that of its micro-batches."""
+        if self.index == 0 and self.verify:
+            self._compare_loss(self._require_loss(), inputs, target)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around what nobody may change the pipeline in."""
+        self.working = True
+        try:
+            yield
+        finally:
+            self.working = False
+
+    def _require_between(self) -> None:
+        if self.working or self.optimizers.steps:
+            raise InputError(
+                "a switch of the schedule between two mini-batches",
+                "one inside a mini-batch" + (", whose accumulation is not finished" if self.optimizers.steps else ""),
+                "switch when the step is over",
+            )
 
     def _compare_loss(self, loss: LossFunction, inputs: Any, target: Any) -> None:
         """On the first step only, before its update: see first_loss."""

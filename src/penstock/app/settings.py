@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.core.shape import Law
 from penstock.errors import InputError
 from penstock.model.stage import Recompute
+from penstock.schedules.registry import find
+from penstock.schedules.registry import loop as build_loop
 from penstock.schedules.registry import schedule as build_schedule
 
 
@@ -24,7 +27,7 @@ class Wanted:
     model: nn.Module | Sequence[nn.Module]
     example: Any
     stages: int | None
-    schedule: str | Schedule
+    schedule: str | Schedule | Loop
     microbatches: int
     optimizer: Callable[..., torch.optim.Optimizer] | None
     cuts: Sequence[str] | None
@@ -42,6 +45,7 @@ class Wanted:
     timeout: float
     timeline: bool
     load: Callable[[str], torch.Tensor] | None
+    options: dict[str, Any] = field(default_factory=dict)  # of the schedule's method
 
     def __post_init__(self) -> None:
         """Refuse what is of the wrong kind altogether; what it means is looked at where it is used."""
@@ -91,35 +95,57 @@ def require_plain_loss(loss: Any) -> None:
         )
 
 
-def read_schedule(
-    asked: str | Schedule, stages: int | None, microbatches: int, chunks: int | None, cuts: Sequence[str] | None
-) -> Schedule:
+@dataclass(frozen=True)
+class Asked:
+    """Which schedule: by name with its method's options, or the user's own."""
+
+    schedule: str | Schedule | Loop
+    stages: int | None
+    microbatches: int
+    chunks: int | None
+    options: dict[str, Any]
+
+    def named(self, stages: int, edges: Sequence[tuple[int, int]] = ()) -> Schedule | Loop:
+        assert isinstance(self.schedule, str)
+        given: dict[str, Any] = {"stages": stages, "microbatches": self.microbatches, "edges": edges, **self.options}
+        if find(self.schedule).asynchronous:
+            if self.chunks not in (None, 1):
+                raise InputError(f"one chunk a rank for {self.schedule}", self.chunks, "leave chunks out")
+            return build_loop(self.schedule, **given)
+        return build_schedule(self.schedule, chunks=self.chunks, **given)
+
+
+def read_schedule(asked: Asked, cuts: Sequence[str] | None) -> Schedule | Loop:
     """The schedule by its name, or the user's own if it fits."""
-    if isinstance(asked, Schedule):
-        built = asked
-        _require_fit(built, stages, microbatches)
+    if isinstance(asked.schedule, (Schedule, Loop)):
+        built = asked.schedule
+        _require_fit(built, asked)
     else:
-        built = build_schedule(asked, stages=_stages(stages, chunks, cuts), microbatches=microbatches, chunks=chunks)
+        built = asked.named(_stages(asked.stages, asked.chunks, cuts))
     shape = built.shape
-    if shape.law is not Law.SYNC or shape.batches != 1 or shape.slots != shape.ranks:
+    if isinstance(built, Schedule) and (shape.law is not Law.SYNC or shape.batches != 1):
         raise InputError(
-            "a synchronous schedule of one mini-batch without replicas", repr(shape.name), "choose a synchronous method"
+            "a synchronous schedule of one mini-batch, or a loop",
+            repr(shape.name),
+            "give an asynchronous method by its name, or penstock.loop(...)",
         )
+    if shape.slots != shape.ranks:
+        raise InputError("a schedule without replicas", repr(shape.name), "leave replicas out")
     if cuts is not None and len(cuts) != shape.stages - 1:
         raise InputError(f"{shape.stages - 1} cuts for {shape.stages} pieces", len(cuts), "name one cut a boundary")
     return built
 
 
-def with_edges(
-    asked: str | Schedule, built: Schedule, edges: Sequence[tuple[int, int]], chunks: int | None
-) -> Schedule:
+def with_edges(asked: Asked, built: Schedule | Loop, edges: Sequence[tuple[int, int]]) -> Schedule | Loop:
     """The same schedule for a model whose stages send further than to their neighbours."""
     shape = built.shape
     if tuple(edges) == shape.edges:
         return built
-    if isinstance(asked, Schedule):
-        return _own_with_edges(asked, edges)
-    return build_schedule(asked, stages=shape.ranks, microbatches=shape.microbatches, chunks=chunks, edges=edges)
+    if isinstance(asked.schedule, str):
+        return asked.named(shape.ranks, edges)
+    if isinstance(built, Loop):
+        return replace(built, shape=replace(shape, edges=tuple(edges)))
+    return _own_with_edges(built, edges)
 
 
 def _own_with_edges(own: Schedule, edges: Sequence[tuple[int, int]]) -> Schedule:
@@ -144,12 +170,14 @@ def _stages(stages: int | None, chunks: int | None, cuts: Sequence[str] | None) 
     return (len(cuts) + 1) // (chunks or 1)
 
 
-def _require_fit(schedule: Schedule, stages: int | None, microbatches: int) -> None:
-    shape = schedule.shape
+def _require_fit(schedule: Schedule | Loop, asked: Asked) -> None:
+    shape, stages, microbatches = schedule.shape, asked.stages, asked.microbatches
     if stages is not None and shape.ranks != stages:
         raise InputError(f"a schedule of {stages} stages", shape.ranks, "make stages and schedule agree")
     if shape.microbatches != microbatches:
         raise InputError(f"a schedule of {microbatches} micro-batches", shape.microbatches, "make them agree")
+    if asked.options:
+        raise InputError("no options for a schedule that is made already", ", ".join(asked.options), "leave them out")
 
 
 def read_recompute(asked: str) -> Recompute:

@@ -76,7 +76,7 @@ def _in_parts(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], devic
     """The same, stage by stage, as they will run: values are cut off their history, gradients are handed back."""
     norms, buffers = DeferredNorms(split.model), Buffers(split.model)
     stages = [Stage(split, at, Settings(device), norms, buffers, []) for at in range(split.pieces)]
-    acting = Acting(stages, [])
+    acting = Acting(stages, lambda stage, microbatch: False)
     with (
         untouched(split.model, split.first.trace.generators),
         torch.enable_grad(),

@@ -1,4 +1,4 @@
-"""Running one compute action: the same for both engines."""
+"""Running one compute action: the same for all engines."""
 
 from __future__ import annotations
 
@@ -15,26 +15,36 @@ def _nobody(stage: int) -> None:
 
 
 class Acting:
-    """The stages of one process, what waits for them, and what became of the micro-batches."""
+    """The stages of one process, what waits for them, and what became of the micro-batches, by their numbers.
+
+    `apart(stage, micro-batch)` says whose input and weight gradients are actions of their own.
+    """
 
     def __init__(
-        self, stages: Iterable[Stage], actions: Iterable[Action], turn: Callable[[int], None] = _nobody
+        self,
+        stages: Iterable[Stage],
+        apart: Callable[[int, int], bool],
+        turn: Callable[[int], None] = _nobody,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
-        self.turn = turn  # told whose weights are needed next
-        self.split = {(action.stage, action.microbatch) for action in actions if action.op is Op.I}
+        self.apart, self.turn = apart, turn  # the latter is told whose weights are needed next
         self.begin([])
 
-    def begin(self, jobs: list[Job]) -> None:
-        self.jobs = jobs
+    def begin(self, jobs: Iterable[Job]) -> None:
+        self.jobs = {job.number: job for job in jobs}
         self.desk = Desk(self.stages)
-        self.results: list[Any] = [None] * len(jobs)
+        self.made: dict[int, Any] = {}
+
+    @property
+    def results(self) -> list[Any]:
+        """Of all micro-batches, in order; None where this process does not have the last stage."""
+        return [self.made.get(number) for number in self.jobs]
 
     def act(self, op: Op, stage: int, microbatch: int) -> None:
         job, mine = self.jobs[microbatch], self.stages[stage]
         self.turn(stage)
         if op in (Op.F, Op.FB):
-            self.forward(stage, job, (stage, microbatch) in self.split)
+            self.forward(stage, job, self.apart(stage, microbatch))
         elif op in (Op.B, Op.I):
             self.desk.hand_back(job, stage, mine.backward(job, self.desk.take_back(stage, microbatch)))
         else:
@@ -44,7 +54,7 @@ class Acting:
         made, result = self.stages[stage].forward(job, self.desk.take(stage, job.number), split_backward)
         self.desk.hand_on(job, stage, made)
         if result is not None:
-            self.results[job.number] = result
+            self.made[job.number] = result
 
     def drop(self) -> None:
         """Forget what an interrupted step has left behind."""
@@ -56,3 +66,9 @@ class Acting:
 def flat(actions: Iterable[Action]) -> list[Action]:
     """Overlapped pairs as two actions."""
     return [part for action in actions for part in (action, action.joined) if part is not None]
+
+
+def apart_in(actions: Iterable[Action]) -> Callable[[int, int], bool]:
+    """Whose input gradient is an action of its own, in a list of actions."""
+    split = {(action.stage, action.microbatch) for action in actions if action.op is Op.I}
+    return lambda stage, microbatch: (stage, microbatch) in split

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from time import perf_counter_ns
 
 KEEP = 32  # steps
+MOST = 1 << 18  # rows of a run without end that are kept
 
 
 class Clock:
@@ -36,3 +37,34 @@ class Clock:
     def first(self) -> int:
         """The number of the first step that is kept."""
         return self.done - len(self.steps)
+
+
+class RunClock:
+    """When each row of a run without a flush began and ended, as long as it is not too long to keep.
+
+    Rows come in passes, between which the user's own code runs: that is no row's time.
+    """
+
+    def __init__(self, read: Callable[[], int] = perf_counter_ns) -> None:
+        self.read = read
+        self.start: list[int] = []
+        self.end: list[int] = []
+        self.last: tuple[list[int], list[int], int] | None = None  # of the last whole run, and its mini-batches
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.now = self.read()
+
+    def tick(self) -> None:
+        """A row has ended, and the next one begins."""
+        self.start.append(self.now)
+        self.now = self.read()
+        self.end.append(self.now)
+        if len(self.end) > MOST:
+            self.start, self.end = self.start[-MOST // 2 :], self.end[-MOST // 2 :]
+
+    def finish(self, batches: int, rows: int) -> None:
+        """The run is over: so many mini-batches, and so many rows."""
+        whole = len(self.end) == rows
+        self.last = (self.start, self.end, batches) if whole else None
+        self.start, self.end = [], []

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.core.action import Op
 from penstock.core.check import Proven
-from penstock.engine.acting import Acting, flat
+from penstock.engine.acting import Acting, apart_in, flat
 from penstock.engine.order import dependency_order
 from penstock.model.stage import Job, Stage
 from penstock.model.walk import watching
@@ -22,8 +22,7 @@ class InlineEngine:
     def __init__(self, proven: Proven, stages: list[Stage], turn: Callable[[int], None] = lambda stage: None) -> None:
         order = flat(action for _, action in dependency_order(proven))
         self.order = [action for action in order if action.op <= Op.FB]
-        self.acting = Acting(stages, self.order, turn)
-        self.stamp = 0  # of the batch at hand; nobody else works on it here
+        self.acting = Acting(stages, apart_in(self.order), turn)
 
     def run(self, jobs: list[Job]) -> list[Any]:
         """Forward and backward of all micro-batches; gradients are in the parameters. Returns what the jobs made."""
@@ -34,14 +33,8 @@ class InlineEngine:
         return self.acting.results
 
     def forward(self, jobs: list[Job]) -> list[Any]:
-        """Forwards alone, one micro-batch after the other."""
-        self.acting.begin(jobs)
-        with watching():
-            for job in jobs:
-                for stage in self.acting.stages:
-                    self.acting.turn(stage)
-                    self.acting.forward(stage, job)
-        return self.acting.results
+        """Forwards alone."""
+        return forward_all(self.acting, jobs)
 
     def close(self) -> None:
         """Nothing is held here that others wait for."""
@@ -49,3 +42,14 @@ class InlineEngine:
     def drop(self) -> None:
         """Forget what an interrupted step has left behind."""
         self.acting.drop()
+
+
+def forward_all(acting: Acting, jobs: list[Job]) -> list[Any]:
+    """Forwards alone, one micro-batch after the other, where all stages are at hand."""
+    acting.begin(jobs)
+    with watching():
+        for job in jobs:
+            for stage in acting.stages:
+                acting.turn(stage)
+                acting.forward(stage, job)
+    return acting.results

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from penstock.engine.transport.lane import LaneName, Receiver, Sender
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lanes:
     """The ends of lanes that this rank holds."""
 
     senders: dict[LaneName, Sender]
     receivers: dict[LaneName, Receiver]
+    runs: int = 0  # calls that ran the pipeline, the same on every rank: messages of different ones cannot be mixed up
 
     def close(self) -> None:
         """By all ranks together: everything that was sent still arrives."""

@@ -52,12 +52,13 @@ class DeferredNorms:
         self.stage: int | None = None  # whose forward runs; nobody's: a trace, or a checkpoint inside a backward
         self.counts = True  # not while a forward is run a second time
         self.calls: dict[nn.Module, int] = {}  # in the forward that runs
-        self.seen: dict[_BatchNorm, dict[tuple[int, int], _Seen]] = {}  # by stage and call
+        self.step = 0  # whose forward runs
+        self.seen: dict[int, dict[_BatchNorm, dict[tuple[int, int], _Seen]]] = {}  # by step; by stage and call
 
     @contextmanager
-    def forward(self, stage: int) -> Iterator[None]:
+    def forward(self, stage: int, step: int) -> Iterator[None]:
         """Around a forward of a stage."""
-        self.stage, self.calls = stage, {}
+        self.stage, self.step, self.calls = stage, step, {}
         try:
             yield
         finally:
@@ -73,33 +74,43 @@ class DeferredNorms:
             self.counts = True
 
     def __enter__(self) -> DeferredNorms:
-        self.seen = {}
         self.held = [norm for norm in self.norms if norm.training and norm.track_running_stats]
         self.handles = [norm.register_forward_pre_hook(self._gather, with_kwargs=True) for norm in self.held]
         for norm in self.held:
             norm.track_running_stats = False  # a training forward then neither reads nor writes them
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.forget()  # of a step that fails, nothing counts
         for handle in self.handles:
             handle.remove()
         for norm in self.held:
             norm.track_running_stats = True
 
+    def forget(self) -> None:
+        """What was seen so far does not count."""
+        self.seen.clear()
+
     def move(self) -> None:
-        """Move the running averages by what the step has seen."""
+        """Move the running averages by what all steps have seen that have not moved them yet."""
+        for step in sorted(self.seen):
+            self.move_by(step)
+
+    def move_by(self, step: int) -> None:
+        """Move the running averages by what one step has seen."""
         with torch.no_grad():
-            for norm, calls in self.seen.items():
+            for norm, calls in self.seen.pop(step, {}).items():
                 for call in sorted(calls):
                     _move(norm, calls[call])
-        self.seen = {}
 
     def _gather(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.stage is not None and self.counts and norm.training:
             assert isinstance(norm, _BatchNorm)
             call = self.calls[norm] = self.calls.get(norm, -1) + 1
             with torch.no_grad():
-                seen = self.seen.setdefault(norm, {}).setdefault((self.stage, call), _Seen())
+                by_norm = self.seen.setdefault(self.step, {}).setdefault(norm, {})
+                seen = by_norm.setdefault((self.stage, call), _Seen())
                 seen.add(args[0] if args else kwargs["input"])
 
 

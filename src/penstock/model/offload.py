@@ -74,7 +74,7 @@ def saving(what: Offload, parameters: Iterable[nn.Parameter]) -> saved_tensors_h
 
 def _recipe(tensor: torch.Tensor, owner: nn.Parameter | None, what: Offload) -> Callable[[], torch.Tensor]:
     """How to have a tensor again."""
-    if owner is not None and owner.dtype is tensor.dtype and _within(tensor, owner):
+    if owner is not None and owner.dtype is tensor.dtype and within(tensor, owner):
         offset = tensor.storage_offset() - owner.storage_offset()
         size, stride = tensor.size(), tensor.stride()
         return lambda: owner.detach().as_strided(size, stride, owner.storage_offset() + offset)
@@ -84,7 +84,7 @@ def _recipe(tensor: torch.Tensor, owner: nn.Parameter | None, what: Offload) -> 
     return lambda: tensor
 
 
-def _within(tensor: torch.Tensor, owner: nn.Parameter) -> bool:
+def within(tensor: torch.Tensor, owner: nn.Parameter) -> bool:
     """Whether a view lies in its owner's own part of the storage; parameters may share one flat buffer."""
     first = tensor.storage_offset() - owner.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))

@@ -17,10 +17,12 @@ from penstock.model.buffers import Buffers
 from penstock.model.loss import Loss
 from penstock.model.offload import Offload, saving, to_device, to_host
 from penstock.model.replay import Passage
+from penstock.model.reweigh import Reweigh
 from penstock.model.seeding import mixed, seed_all
 from penstock.model.split import Path, Split
 from penstock.model.split_backward import WeightQueue, deferring
 from penstock.model.state import Saved, State
+from penstock.model.words import Words
 
 Values = dict[int, torch.Tensor]  # by the number of the value in the path's trace
 
@@ -46,8 +48,8 @@ class Settings:
 class Job:
     """One micro-batch on its way through the stages. `finish` turns the model's result into a loss, on the last."""
 
-    number: int
-    step: int
+    number: int  # in the run: what schedules call it
+    step: int  # of the training
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int
@@ -55,6 +57,15 @@ class Job:
     finish: Callable[[Any], Any]
     last: bool = False  # of its mini-batch
     passage: Passage = field(default_factory=Passage)
+    part: int = 0  # its number in its mini-batch
+    stamp: int = 0  # a check number of its mini-batch
+    root: float = 1.0  # what the gradient of its loss starts from
+    words: Words = field(default_factory=Words)
+    mates: Sequence[Job] = ()  # the micro-batches of its mini-batch, itself included
+
+    @property
+    def batch_rows(self) -> int:
+        return sum(mate.rows for mate in self.mates)
 
 
 @dataclass
@@ -96,7 +107,7 @@ class Stage:
         self.shared = list(shared)
         self.parts: dict[nn.Parameter, torch.Tensor] = {}
         self.last = index == split.pieces - 1
-        self.root = 1.0  # what the gradient of a loss starts from
+        self.reweigh: Reweigh | None = None  # where a backward is given other weights than its forward
         self.kept: dict[int, _Graph | _Inputs] = {}
         self.queues: dict[int, WeightQueue] = {}
         self.forwards = 0  # of training, counted so that a test can see that nothing runs more than twice
@@ -121,7 +132,7 @@ class Stage:
         graph = self._record_again(job, kept) if isinstance(kept, _Inputs) else kept
         roots = [(tensor, gradients[value]) for value, tensor in graph.made.items() if value in gradients]
         if graph.loss is not None:
-            roots.append((graph.loss.total, torch.full_like(graph.loss.total, self.root)))
+            roots.append((graph.loss.total, torch.full_like(graph.loss.total, job.root)))
         if graph.queue is not None:
             self.queues[job.number] = graph.queue
         if roots:
@@ -188,13 +199,15 @@ class Stage:
         changed = job.path.changed[self.index]
         fed = {v: t.clone() if v in changed else t for v, t in values.items()} if changed else values
         if job.step >= 0:  # else with random numbers as they come
-            seed_all(mixed(self.settings.seed, job.step, self.index, job.number), self.settings.device)
+            seed_all(mixed(self.settings.seed, job.step, self.index, job.part), self.settings.device)
         defer = contextlib.nullcontext if queue is None else functools.partial(deferring, queue)
-        with self.settings.autocast(), self.norms.forward(self.index):
+        with self.settings.autocast(), self.norms.forward(self.index, job.step):
             made, result = self.split.run(job.path, self.index, fed, job.passage, job.args, job.kwargs, defer)
             return made, job.finish(result) if self.last else None
 
     def _saving(self) -> contextlib.AbstractContextManager[Any]:
+        if self.reweigh is not None:
+            return self.reweigh.saving()
         if not self.settings.offload:
             return contextlib.nullcontext()
         return saving(self.settings.offload, self.parameters)

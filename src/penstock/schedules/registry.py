@@ -124,10 +124,11 @@ def loop(
     stages: int,
     microbatches: int | None = None,
     replicas: int | Sequence[int] = 1,
+    edges: Sequence[tuple[int, int]] = (),
     **options: Any,
 ) -> Loop:
     """An asynchronous method as fill, body and drain: a run of any length."""
-    built = _build(name, stages, microbatches, None, None, replicas, (), options)
+    built = _build(name, stages, microbatches, None, None, replicas, edges, options)
     if isinstance(built, Loop):
         return built
     names = ", ".join(method.name for method in METHODS.values() if method.asynchronous)

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
@@ -37,13 +37,13 @@ Ends = dict[LaneName, tuple[int, int]]  # the ranks of a lane's source and targe
 _opened = itertools.count()  # the same on every rank: lanes are opened by all together
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenLanes(Lanes):
     """`kinds`: the transport of each lane of this rank."""
 
-    kinds: dict[LaneName, str]
-    mesh: GlooMesh | None
-    process: int
+    kinds: dict[LaneName, str] = field(default_factory=dict)
+    mesh: GlooMesh | None = None
+    process: int = field(default_factory=os.getpid)
 
     def close(self, patient: bool = False) -> None:
         """By all ranks: everything sent still arrives. Patient: whenever the others come to it."""
@@ -86,7 +86,7 @@ def open_lanes(
         build.nccl(mesh, device)
         build.gloo(mesh)
     mine = {name: kinds[name] for name, pair in ends.items() if world.rank in pair}
-    lanes = OpenLanes(build.senders, build.receivers, mine, mesh, os.getpid())
+    lanes = OpenLanes(build.senders, build.receivers, kinds=mine, mesh=mesh)
     atexit.register(lanes.leave)
     return lanes
 

@@ -1,0 +1,156 @@
+"""An engine for a schedule, over stages that are there: at the start, and whenever the schedule is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from penstock.app.crew import Crew
+from penstock.app.optimize import Optimizers
+from penstock.app.remedies import Remedies, momentum_steps, read_remedies, without_remedies
+from penstock.app.rounds import Rounds
+from penstock.app.settings import Asked, Wanted, read_schedule, with_edges
+from penstock.core.check import prove
+from penstock.core.endless import Endless
+from penstock.core.loop import Loop
+from penstock.core.schedule import Schedule
+from penstock.core.shape import Law
+from penstock.engine.clock import Clock, RunClock
+from penstock.engine.inline import InlineEngine
+from penstock.engine.lanes import Lanes
+from penstock.engine.stream import InlineStream, WorkerStream
+from penstock.engine.tie_groups import TieMail
+from penstock.engine.weights import Remedy, Weights
+from penstock.engine.worker import Worker
+from penstock.engine.world import World
+from penstock.errors import InputError
+from penstock.model.offload import Offload
+from penstock.model.reweigh import Reweigh
+from penstock.model.stage import Settings, Stage
+
+Engine = InlineEngine | Worker | InlineStream | WorkerStream
+
+
+@dataclass
+class Floor:
+    """What engines stand on, whatever the schedule: this process's stages and its ways to the others."""
+
+    crew: Crew
+    stages: list[Stage]
+    settings: Settings
+    optimizers: Optimizers
+    lanes: Lanes | None
+    mail: TieMail
+    turn: Callable[[int], None]
+    names: dict[nn.Parameter, str]
+    timeline: bool
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A schedule that was read, and what goes with it."""
+
+    asked: Asked
+    built: Schedule | Loop
+    remedies: Remedies
+
+
+@dataclass
+class Equipped:
+    """An engine, and what belongs to it alone."""
+
+    schedule: Schedule | Loop
+    engine: Engine
+    clock: Clock | RunClock | None
+    rounds: Rounds | None = None
+    remedies: Remedies = field(default_factory=Remedies)
+
+
+def choose(wanted: Wanted, stages: int | None, cuts: Sequence[str] | None) -> Chosen:
+    """Read which schedule is wanted."""
+    asked = Asked(wanted.schedule, stages, wanted.microbatches, wanted.chunks, without_remedies(wanted.options))
+    built = read_schedule(asked, cuts)
+    if isinstance(built, Loop):
+        _require_for_streaming(wanted)
+    return Chosen(asked, built, read_remedies(wanted.options, built.shape))
+
+
+def require_sound(chosen: Chosen, edges: tuple[tuple[int, int], ...]) -> None:
+    """Refuse a schedule that breaks a law, before anything has moved."""
+    built = with_edges(chosen.asked, chosen.built, edges)
+    if isinstance(built, Schedule):
+        prove(built)
+    else:
+        endless = Endless(built)
+        endless.proven(endless.least)
+
+
+def describe(chosen: Chosen) -> str:
+    """In a few words, for ranks to compare."""
+    built = chosen.built
+    actions = len(built) if isinstance(built, Schedule) else sum(map(len, (*built.fill, *built.body)))
+    remedies = f" with {chosen.remedies}" if chosen.remedies != Remedies() else ""
+    return f"{built.shape.name} of {actions} actions{remedies}"
+
+
+def equip(chosen: Chosen, floor: Floor, edges: tuple[tuple[int, int], ...]) -> Equipped:
+    """Prove the schedule and make its engine."""
+    built = with_edges(chosen.asked, chosen.built, edges)
+    newest = built.shape.law is Law.NEWEST
+    if isinstance(built, Schedule):
+        equipped = _synchronous(built, floor)
+    else:
+        equipped = _asynchronous(Endless(built), chosen.remedies, floor)
+    for stage in floor.stages:
+        named = [(floor.names[p], p) for p in stage.parameters]
+        host = Offload.ACTIVATIONS in floor.settings.offload
+        stage.reweigh = Reweigh(named, host) if newest else None
+    return equipped
+
+
+def _synchronous(built: Schedule, floor: Floor) -> Equipped:
+    proven = prove(built)
+    if floor.lanes is None:
+        return Equipped(proven.schedule, InlineEngine(proven, floor.stages, floor.turn), None)
+    assert isinstance(floor.crew.world, World)
+    clock = Clock() if floor.timeline else None
+    world = floor.crew.world
+    engine = Worker(proven, world.rank, floor.stages, floor.lanes, world.watch, floor.turn, clock)
+    return Equipped(proven.schedule, engine, clock)
+
+
+def _asynchronous(endless: Endless, remedies: Remedies, floor: Floor) -> Equipped:
+    endless.proven(endless.least)
+    shared = {parameter for group in floor.mail.groups for parameter in group.parameters}
+    own = {stage.index: [p for p in floor.optimizers.owned[stage.index] if p not in shared] for stage in floor.stages}
+    foreseen = momentum_steps(floor.optimizers.optimizers) if remedies.predict == "spectrain" else None
+    remedy = Remedy(remedies.t2, remedies.predict is not None, foreseen)
+    weights = Weights(endless, own, floor.mail, remedy)
+    rate = None if remedies.t1 is None else lambda stage, step: remedies.rate(endless, stage, step)
+    rounds = Rounds(floor.optimizers, weights, floor.mail, endless.shape.stages - 1, rate)
+    if floor.lanes is None:
+        inline = InlineStream(endless, floor.stages, weights, rounds)
+        return Equipped(endless.loop, inline, None, rounds, remedies)
+    assert isinstance(floor.crew.world, World)
+    clock, world = RunClock() if floor.timeline else None, floor.crew.world
+    worker = WorkerStream(endless, world.rank, floor.stages, weights, rounds, floor.lanes, world.watch, clock)
+    return Equipped(endless.loop, worker, clock, rounds, remedies)
+
+
+def _require_for_streaming(wanted: Wanted) -> None:
+    if wanted.optimizer is None:
+        raise InputError("an optimizer under an asynchronous schedule", "none", "give optimizer=")
+    if wanted.accumulate != 1:
+        raise InputError(
+            "accumulate=1 under an asynchronous schedule, where every mini-batch makes an update",
+            wanted.accumulate,
+            "use more micro-batches",
+        )
+    if Offload.WEIGHTS in Offload.read(wanted.offload):
+        raise InputError(
+            "weights that stay on their device under an asynchronous schedule, which keeps versions of them",
+            f"offload={wanted.offload!r}",
+            "use offload='activations'",
+        )

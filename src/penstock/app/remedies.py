@@ -1,0 +1,128 @@
+"""What is done against stale weights, as a user asks for it.
+
+- `t1=K`: PipeMare's learning rates: a stage's is divided by tau ** p, p falling from 1 to 0 over the first K updates.
+- `t2=D` (or True for D = exp(-2)): PipeMare's backward weights, led back to what the forward saw. Needs a schedule
+  whose backward takes what is newest.
+- `t3=N`: the first N mini-batches are trained synchronously.
+- `predict="xpipe"` or `"spectrain"`: forwards run on a forecast of the weights that their gradient will be taken from:
+  by the optimizer's last step, or by the momentum it keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.core.endless import Endless
+from penstock.core.shape import Law, Shape
+from penstock.engine.weights import Foreseen
+from penstock.errors import InputError
+
+USUAL_DECAY = exp(-2)
+NAMES = ("t1", "t2", "t3", "predict")
+FORECASTS = ("xpipe", "spectrain")
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """None or 0: not asked for."""
+
+    t1: int | None = None
+    t2: float | None = None
+    t3: int = 0
+    predict: str | None = None
+
+    def rate(self, endless: Endless, stage: int, step: int) -> float:
+        """T1's factor for a stage's learning rate at an update."""
+        if self.t1 is None:
+            return 1.0
+        share = 1 - min(max(step - self.t3, 0) / self.t1, 1)
+        return float(max(endless.delay(stage), 1.0) ** -share)
+
+
+def without_remedies(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are the method's own."""
+    return {name: value for name, value in options.items() if name not in NAMES}
+
+
+def read_remedies(options: dict[str, Any], shape: Shape) -> Remedies:
+    """The remedies among a schedule's options. pipemare has T2 unless it is told not to."""
+    mine = {name: options[name] for name in NAMES if name in options}
+    if shape.law is Law.SYNC:
+        if mine:
+            raise InputError(
+                f"an asynchronous schedule for {', '.join(mine)}", repr(shape.name), "leave it out, or choose pipedream"
+            )
+        return Remedies()
+    return Remedies(
+        _count("t1", "K of T1, updates over which learning rates rise", mine.get("t1"), 1),
+        _decay(mine.get("t2", shape.name == "pipemare"), shape.law),
+        _count("t3", "mini-batches to be trained synchronously first", mine.get("t3"), 0) or 0,
+        _forecast(mine.get("predict")),
+    )
+
+
+def _count(name: str, what: str, value: Any, least: int) -> int | None:
+    if value is None or value is False:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} to be a whole number of at least {least} ({what})", repr(value), f"correct {name}")
+    return value
+
+
+def _decay(value: Any, law: Law) -> float | None:
+    if value is None or value is False:
+        return None
+    if law is not Law.NEWEST:
+        raise InputError(
+            "t2 with a schedule whose backward takes the newest weights", f"the law {law.value!r}", "use pipemare"
+        )
+    value = USUAL_DECAY if value is True else value
+    if not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise InputError("t2 to be True, or a decay D between 0 and 1", repr(value), "correct t2")
+    return float(value)
+
+
+def _forecast(value: Any) -> str | None:
+    if value is not None and value not in FORECASTS:
+        raise InputError(f"predict to be one of {', '.join(FORECASTS)}", repr(value), "choose one, or leave it out")
+    return value  # type: ignore[no-any-return]
+
+
+def momentum_steps(optimizers: dict[int, torch.optim.Optimizer]) -> Foreseen:
+    """SpecTrain's forecast: the step that an optimizer's momentum would take."""
+
+    def foreseen(stage: int, weights: list[nn.Parameter]) -> list[Tensor]:
+        optimizer = optimizers.get(stage)
+        if optimizer is None:
+            raise InputError(
+                "predict='spectrain' for weights whose optimizer is here",
+                "weights that stages of different processes share",
+                "use predict='xpipe'",
+            )
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        return [_step(optimizer, groups[weight], weight) for weight in weights]
+
+    return foreseen
+
+
+def _step(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter) -> Tensor:
+    kept = optimizer.state.get(weight, {})
+    if not kept:  # it has had no gradient
+        return torch.zeros_like(weight)
+    if kept.get("momentum_buffer") is not None:
+        return kept["momentum_buffer"] * -group["lr"]  # type: ignore[no-any-return]
+    if "exp_avg" in kept and "exp_avg_sq" in kept:
+        first, second = group["betas"]
+        count = float(kept["step"])
+        mean, square = kept["exp_avg"] / (1 - first**count), kept["exp_avg_sq"] / (1 - second**count)
+        return mean / (square.sqrt() + group["eps"]) * -group["lr"]  # type: ignore[no-any-return]
+    raise InputError(
+        "an optimizer that keeps a momentum, for predict='spectrain'",
+        f"{type(optimizer).__name__} with {', '.join(map(str, kept)) or 'nothing'}",
+        "use momentum, Adam, or predict='xpipe'",
+    )

@@ -1,0 +1,183 @@
+"""Updates of one stage at a time, in training without a flush.
+
+A round is a mini-batch's gradients on one stage; it makes one version. Under pipedream and pipemare a stage updates at
+once, so clipping and the check for infinities see its own gradients alone: the last stage updates before the first has
+its gradient. Under 2bw the version is first used two mini-batches later, so there is time to agree: squares of the
+gradients go up with the backward, the norm of all comes down with the forward that first uses the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from penstock.app.optimize import GROW_AFTER, Gradients, Optimizers, values_of
+from penstock.core.shape import Law
+from penstock.engine.tie_groups import TieMail
+from penstock.engine.weights import Weights
+from penstock.errors import InputError
+from penstock.model.loss import Total
+from penstock.model.stage import Job, Stage
+
+Rate = Callable[[int, int], float]  # of a stage, at an update: what its learning rate is multiplied with
+
+
+@dataclass
+class Round:
+    """The gradients of one mini-batch on one stage, divided, and what they came from."""
+
+    number: int
+    step: int
+    gradients: Gradients
+    loss: float
+    scale: float
+    squares: float = 0.0
+
+
+@dataclass(eq=False)
+class Rounds:
+    """What the optimizers of the stages here do, round by round."""
+
+    optimizers: Optimizers
+    weights: Weights
+    mail: TieMail
+    last: int  # stage
+    rate: Rate | None = None
+    waiting: dict[tuple[int, int], Round] = field(default_factory=dict)  # by stage and version
+    norms: dict[int, float] = field(default_factory=dict)  # of all gradients, by round: the first stage knows
+    overflows: dict[int, float] = field(default_factory=dict)  # scales, by stage
+
+    def __post_init__(self) -> None:
+        self.measured = self.optimizers.clip is not None or self.optimizers.fp16
+        self.begin()
+
+    def begin(self) -> None:
+        """A new run."""
+        self.waiting, self.norms, self.overflows = {}, {}, {}
+        self.agreeing = self.measured and self.weights.endless.shape.law is Law.TWO_BW
+
+    def before(self, stage: Stage, job: Job, version: int) -> None:
+        """A forward is about to run: what waits for its version is done now."""
+        words, per_batch = job.words, self.weights.endless.shape.microbatches
+        if stage.index == 0 and job.number % per_batch == 0:
+            words.agreed = self.norms.pop(version - 1, words.agreed)
+        if (stage.index, version) in self.waiting:
+            self._apply(stage, self.waiting.pop((stage.index, version)), words.agreed)
+        if self.optimizers.fp16:
+            words.overflow = max(words.overflow, self.overflows.pop(stage.index, 0.0))
+        if stage.index == self.last:
+            if words.overflow >= self.optimizers.scale and job.number % per_batch == 0:
+                self._overflowed()
+            words.scale = self.optimizers.scale
+            job.root = words.scale / job.batch_rows
+
+    def close(self, stage: Stage, job: Job) -> None:
+        """All gradients of a round are there."""
+        number = job.number // self.weights.endless.shape.microbatches
+        found = _total(job.mates)
+        self.mail.give(stage, number)
+        gradients = {
+            p: p.grad for p in self.optimizers.owned[stage.index] if p.grad is not None and p not in stage.parts
+        }
+        for parameter in gradients:
+            parameter.grad = None
+        gradients |= self.mail.take(stage, number)
+        rest = found.weight * job.words.scale / job.batch_rows
+        if gradients and rest != 1:
+            torch._foreach_div_(list(gradients.values()), rest)
+        mine = Round(number, job.step, gradients, found.mean, job.words.scale)
+        if self.measured:
+            mine.squares = _squares(gradients)
+            job.words.squares += mine.squares
+            if self.agreeing and stage.index == 0:
+                self.norms[number] = sqrt(job.words.squares)
+        self.waiting[stage.index, number + 1] = mine
+
+    def update(self, stage: Stage, version: int) -> None:
+        """The schedule wants a version: made now, or when its norm has been agreed on."""
+        if not self.agreeing:
+            mine = self.waiting.pop((stage.index, version))
+            self._apply(stage, mine, sqrt(mine.squares))
+
+    def settle(self, stages: dict[int, Stage], norms: dict[int, float]) -> None:
+        """After a drain: what no forward came to ask for, with the norms that the first stage knows."""
+        for (stage, version), mine in sorted(self.waiting.items(), key=lambda item: item[0][1]):
+            self._apply(stages[stage], mine, norms[version - 1])
+        self.waiting, self.norms = {}, {}
+
+    def _apply(self, stage: Stage, mine: Round, norm: float) -> None:
+        usable = not self.measured or isfinite(norm)
+        if not usable:
+            self._refused(stage, mine, norm)
+        elif self.optimizers.clip is not None and mine.gradients:
+            every = [values_of(mine.gradients, parameter) for parameter in mine.gradients]
+            torch._foreach_mul_(every, min(1.0, self.optimizers.clip / (norm + 1e-6)))
+        with self.weights.updating(stage.index):
+            if usable:
+                self._step(stage.index, mine)
+        if usable and self.optimizers.fp16 and stage.index == self.last:
+            self.optimizers.good += 1
+            if self.optimizers.good % GROW_AFTER == 0:
+                self.optimizers.scale *= 2
+
+    def _step(self, stage: int, mine: Round) -> None:
+        optimizer = self.optimizers.optimizers.get(stage)
+        if optimizer is None:
+            return
+        owned = self.optimizers.owned[stage]
+        later = [parameter.grad for parameter in owned]  # of a round that has begun already
+        for parameter in owned:
+            parameter.grad = mine.gradients.get(parameter)
+        try:
+            with self._rated(optimizer, stage, mine.step):
+                optimizer.step()
+        finally:
+            for parameter, gradient in zip(owned, later, strict=True):
+                parameter.grad = gradient
+        scheduler = self.optimizers.by_stage.get(stage)
+        if scheduler is not None:
+            scheduler.step(mine.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+
+    @contextmanager
+    def _rated(self, optimizer: torch.optim.Optimizer, stage: int, step: int) -> Iterator[None]:
+        """PipeMare's T1, for this update only: schedulers see the rate that the user asked for."""
+        factor = 1.0 if self.rate is None else self.rate(stage, step)
+        if factor == 1.0:
+            yield
+            return
+        before = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(optimizer.param_groups, before, strict=True):
+                group["lr"] = rate
+
+    def _refused(self, stage: Stage, mine: Round, norm: float) -> None:
+        if not self.optimizers.fp16:
+            raise InputError("finite gradients", norm, "lower the learning rate, or look at the batch that gave them")
+        if not self.agreeing:
+            self.overflows[stage.index] = max(mine.scale, self.overflows.get(stage.index, 0.0))
+        elif stage.index == self.last and mine.scale >= self.optimizers.scale:
+            self._overflowed()
+
+    def _overflowed(self) -> None:
+        self.optimizers.scale, self.optimizers.good = self.optimizers.scale / 2, 0
+
+
+def _squares(gradients: dict[nn.Parameter, torch.Tensor]) -> float:
+    every = [values_of(gradients, parameter) for parameter in gradients]
+    return sum(float(norm.double()) ** 2 for norm in torch._foreach_norm(every)) if every else 0.0
+
+
+def _total(jobs: Sequence[Job]) -> Total:
+    found = Total(sum(job.words.total for job in jobs), sum(job.words.weight for job in jobs))
+    found.require_usable()
+    return found

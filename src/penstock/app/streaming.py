@@ -1,0 +1,202 @@
+"""Training without a flush, as a user sees it: mini-batches go in, and a record comes out when each is done.
+
+Record k comes at the same point of the loop's body on every rank, so whoever leaves after it fixes the drain
+everywhere: what was taken from the loader by then is trained to its end. An evaluation or a save in between drains too,
+and the pipe fills again afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.app.rounds import Rounds
+from penstock.engine.stream import InlineStream, WorkerStream
+from penstock.errors import InputError
+from penstock.model.loss import Total
+from penstock.model.seeding import random_states_kept
+from penstock.model.stage import Job
+
+if TYPE_CHECKING:
+    from penstock.app.pipeline import Pipeline, Step
+
+Batch = list[Job]
+KEEP = 512  # mini-batches of the longest run whose times are kept whole
+
+
+class Stream:
+    """The mini-batches in flight between one drain and the next, and those that have just come out."""
+
+    def __init__(self, pipe: Pipeline, engine: InlineStream | WorkerStream, rounds: Rounds, first: int) -> None:
+        self.pipe, self.engine, self.rounds = pipe, engine, rounds
+        self.first = first  # mini-batches that are trained one by one, with a flush: PipeMare's T3
+        self.endless = engine.endless
+        self.passes = 0
+        self.batches: dict[int, Batch] = {}  # in flight, by their number in the run
+        self.fed = 0
+        self.finished: deque[Step] = deque()
+        self.flowing = False
+        self.before: list[torch.Tensor | None] = []
+        self.turn: object = None  # whose loop is under way
+
+    def train(self, loader: Iterable[tuple[Any, Any]] | None) -> Iterator[Step]:
+        """One record a mini-batch, in order."""
+        self.drain()
+        self.finished.clear()
+        mine = self.turn = object()
+        batches = self.pipe.feed.each(loader)
+        try:
+            while self.pipe.index < self.first:
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                yield self.step(*batch)
+            while self._take_in(batches):
+                self._one_pass()
+                yield from self._out(mine)
+            self.drain()
+            yield from self._out(mine)
+        except GeneratorExit:
+            self._leave(mine)
+            raise
+        except BaseException:
+            if self.pipe.crew.alone:  # other ranks may not know of it: they hear of it, and end
+                self._leave(mine)
+            raise
+
+    def step(self, inputs: Any, target: Any) -> Step:
+        """One mini-batch by itself, with what synchronous training does: its norm is that of all gradients."""
+        self.drain()
+        self.finished.clear()
+        self._take(inputs, target)
+        self.rounds.agreeing = self.rounds.measured
+        self.drain()
+        return self.finished.popleft()
+
+    def drain(self) -> None:
+        """Train to its end what is in flight; afterwards all weights are the newest, and nobody waits for anything."""
+        if not self.flowing:
+            return
+        with self._guarded():
+            self._require_same_end()
+            self.engine.weights.total = self.fed * self.endless.shape.microbatches
+            self.engine.run([self.endless.rest(slot, self.passes, self.fed) for slot in self.engine.slots])
+            self._meet()
+        self._clocked()
+        self._finish(self.fed)
+        self._stop()
+
+    def _leave(self, mine: object) -> None:
+        if self.turn is mine:
+            self.turn = None
+            self.drain()
+
+    def _require_same_end(self) -> None:
+        """Refuse ranks that leave their loops at different points."""
+        ends = [int(part) for part in self.pipe.crew.world.gather(str(self.fed).encode())]
+        for rank, end in enumerate(ends):
+            if end != ends[0]:
+                raise InputError(
+                    "ranks that end their training loops at the same mini-batch",
+                    f"{ends[0]} taken in on rank 0 and {end} on rank {rank}",
+                    "leave the loop, evaluate and save on every rank at the same record",
+                )
+
+    def _clocked(self) -> None:
+        if isinstance(self.engine, WorkerStream) and self.engine.clock is not None:
+            rows = len(self.endless.rest(self.engine.slots[0], 0, self.fed)) if self.fed <= KEEP else -1
+            self.engine.clock.finish(self.fed, rows)
+
+    def _out(self, mine: object) -> Iterator[Step]:
+        while self.finished:
+            yield self.finished.popleft()
+            if self.turn is not mine:
+                raise InputError(
+                    "one loop over pipe.train at a time",
+                    "another that was begun inside it",
+                    "leave the first one before",
+                )
+
+    def _take_in(self, batches: Iterator[tuple[Any, Any]]) -> bool:
+        """What the next pass needs; False when there is no more."""
+        while self.fed < self.endless.fed(self.passes + 1):
+            batch = next(batches, None)
+            if batch is None:
+                return False
+            self._take(*batch)
+        return True
+
+    def _take(self, inputs: Any, target: Any) -> None:
+        pipe = self.pipe
+        inputs, target = pipe.feed.one(inputs, target)
+        if not self.flowing:
+            pipe.compare_first(inputs, target)
+        jobs = pipe.mini_batch(inputs, target, pipe.index + len(self.batches), self.fed * pipe.microbatches)
+        if not self.flowing:
+            self._start()
+        self.batches[self.fed] = jobs
+        self.fed += 1
+        self.engine.take(jobs)
+
+    def _one_pass(self) -> None:
+        rows = [self.endless.one(slot, self.passes) for slot in self.engine.slots]
+        if self.passes == 0:
+            rows = [self.endless.fill(slot) + more for slot, more in zip(self.engine.slots, rows, strict=True)]
+        with self._guarded():
+            self.engine.run(rows)
+        self.passes += 1
+        self._finish(self.passes * self.endless.loop.period)
+
+    def _finish(self, until: int) -> None:
+        """Mini-batches below that number are done: on this rank, and so before long on all."""
+        from penstock.app.pipeline import Step
+
+        for number in sorted(self.batches):
+            if number < until:
+                jobs = self.batches.pop(number)
+                found = Total(sum(job.words.total for job in jobs), sum(job.words.weight for job in jobs))
+                self.pipe.norms.move_by(jobs[0].step)
+                self.engine.forget(jobs)
+                self.finished.append(Step(self.pipe.index, found.mean))
+                self.pipe.index += 1
+
+    def _start(self) -> None:
+        pipe = self.pipe
+        self.before = [parameter.grad for parameter in pipe.optimizers.parameters]
+        for parameter in pipe.optimizers.parameters:
+            parameter.grad = None
+        self.flowing, self.passes, self.fed = True, 0, 0
+        self.rounds.begin()
+        self.engine.begin()
+
+    def _stop(self) -> None:
+        for parameter, gradient in zip(self.pipe.optimizers.parameters, self.before, strict=True):
+            parameter.grad = gradient
+        self.flowing, self.passes, self.fed, self.before = False, 0, 0, []
+        self.batches.clear()
+
+    def _meet(self) -> None:
+        """What only one stage knows, at the end of a run, to all."""
+        crew, optimizers = self.pipe.crew, self.pipe.optimizers
+        if self.rounds.agreeing:
+            norms = crew.told([*self.rounds.norms.items()], crew.placement[0])
+            self.rounds.settle(self.engine.acting.stages, {int(turn): norm for turn, norm in norms})
+        self.engine.weights.end()
+        if optimizers.fp16:
+            optimizers.scale, optimizers.good = crew.tell([optimizers.scale, optimizers.good])
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around rows: with the user's random states kept; a run that fails is given up, with what is newest."""
+        try:
+            with torch.enable_grad(), random_states_kept(self.pipe.device), self.pipe.norms, self.pipe.busy():
+                yield
+        except BaseException:
+            self.engine.drop()
+            self._stop()
+            self.turn = None
+            raise

@@ -1,0 +1,71 @@
+"""How weights move from version to version: a running mean for PipeMare's correction, last steps for forecasts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Drift:
+    """delta(t+1) = g * delta(t) + (1 - g) * (w(t+1) - w(t)), and the weights that it leads back to.
+
+    `delay` is tau_fwd - tau_bkwd, in updates; g = D ** (1 / delay). An update overwrites w(t), so the two halves of the
+    difference are taken before and after it.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], delay: float, decay: float) -> None:
+        self.delay, self.keep = delay, decay ** (1 / delay)
+        self.delta = [torch.zeros_like(weight) for weight in weights]
+        self.spare = [torch.empty_like(weight) for weight in weights]
+
+    def leave(self, before: list[Tensor]) -> None:
+        if self.delta:
+            torch._foreach_mul_(self.delta, self.keep)
+            torch._foreach_add_(self.delta, before, alpha=self.keep - 1)
+
+    def arrive(self, after: list[Tensor]) -> None:
+        if self.delta:
+            torch._foreach_add_(self.delta, after, alpha=1 - self.keep)
+
+    def corrected(self, weights: list[Tensor]) -> list[Tensor]:
+        """w - delay * delta, in a buffer that the next call uses again."""
+        if self.delta:
+            torch._foreach_copy_(self.spare, weights)
+            torch._foreach_add_(self.spare, self.delta, alpha=-self.delay)
+        return self.spare
+
+
+class Steps:
+    """The step that led to each version, or that is expected to lead on from it."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights = list(weights)
+        self.by_version: dict[int, list[Tensor]] = {}
+        self.newest = 0
+        self.begun: list[Tensor] = []
+
+    def leave(self, before: list[Tensor]) -> None:
+        self.begun = [-tensor for tensor in before]
+
+    def arrive(self, after: list[Tensor], version: int) -> None:
+        if self.begun:
+            torch._foreach_add_(self.begun, after)
+        self.take(self.begun, version)
+
+    def take(self, steps: list[Tensor], version: int) -> None:
+        self.by_version[version], self.newest = steps, version
+
+    def of(self, version: int) -> list[Tensor] | None:
+        """None before the first step."""
+        return self.by_version.get(version)
+
+    def trim(self, oldest: int) -> None:
+        for version in [version for version in self.by_version if version < min(oldest, self.newest)]:
+            del self.by_version[version]
+
+    def restart(self) -> None:
+        """A new run begins with the newest version as its first."""
+        last = self.by_version.get(self.newest)
+        self.by_version, self.newest = ({} if last is None else {0: last}), 0

@@ -1,0 +1,78 @@
+"""What a rank sends to others and receives from them for its stages: tensors, and the words that go along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock.engine.acting import Acting
+from penstock.engine.lanes import Lanes
+from penstock.engine.told import hear, tell
+from penstock.engine.transport.lane import Key, LaneName, Message
+from penstock.errors import InputError
+from penstock.model.stage import Job
+
+
+class Mailing:
+    """Sends and receives of one rank. `news`: whether losses, scales and norms go along with the tensors."""
+
+    def __init__(self, acting: Acting, lanes: Lanes, device: torch.device, news: bool = False) -> None:
+        self.acting, self.lanes, self.device, self.news = acting, lanes, device, news
+
+    def next_run(self) -> None:
+        """Messages from now on belong to another run than those before: the same on every rank."""
+        self.lanes.runs += 1
+
+    def send(self, stage: int, microbatch: int, peer: int) -> None:
+        job = self.acting.jobs[microbatch]
+        message = Message(self.acting.desk.leave(stage, peer, microbatch), self._told(job, stage, peer), job.stamp)
+        self.lanes.senders[LaneName(stage, peer)].send(Key(self.lanes.runs, microbatch), message)
+
+    def receive(self, stage: int, microbatch: int, peer: int) -> None:
+        message = self.lanes.receivers[LaneName(peer, stage)].receive(Key(self.lanes.runs, microbatch))
+        job, desk = self.acting.jobs[microbatch], self.acting.desk
+        if message.stamp != job.stamp:
+            raise InputError(
+                "the same batch on every rank",
+                f"another on the rank of stage {peer} than on that of stage {stage}",
+                "give every rank the same data (seed the loader alike), or give it on one rank with data='rank0'",
+            )
+        values = {value: tensor.to(self.device) for value, tensor in message.values.items()}
+        self._heard(job, stage, peer, message.told)
+        if peer < stage:
+            desk.put(stage, microbatch, values)
+        else:
+            desk.put_back(stage, microbatch, peer, values)
+
+    def _told(self, job: Job, stage: int, peer: int) -> bytes:
+        if peer == stage + 1:
+            told = tell(job.passage, job.path.trace)
+            return job.words.down() + told if self.news else told
+        return job.words.up() if self.news and peer == stage - 1 else b""
+
+    def _heard(self, job: Job, stage: int, peer: int, told: bytes) -> None:
+        if peer < stage:
+            if self.news and peer == stage - 1:
+                told = job.words.heard_down(told)
+            hear(told, job.passage, job.path.trace)
+        elif self.news and peer == stage + 1:
+            job.words.heard_up(told)
+
+    def forward(self, jobs: list[Job], turn: Callable[[int], None]) -> list[Any]:
+        """Forwards alone, stage by stage: what is needed comes from the other ranks."""
+        self.acting.begin(jobs)
+        for stage in self.acting.stages:
+            for job in jobs:
+                self._forward(stage, job, turn)
+        return self.acting.results
+
+    def _forward(self, stage: int, job: Job, turn: Callable[[int], None]) -> None:
+        here, last = self.acting.stages, len(job.path.routes) - 1
+        for source in sorted({*job.path.incoming[stage].values(), max(stage - 1, 0)} - {*here}):
+            self.receive(stage, job.number, source)
+        turn(stage)
+        self.acting.forward(stage, job)
+        for target in sorted({*job.path.routes[stage], min(stage + 1, last)} - {*here}):
+            self.send(stage, job.number, target)
