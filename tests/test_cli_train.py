@@ -107,6 +107,27 @@ def test_verify_on_workers_and_inline(small):
         assert all(stage["gradient"]["relative"] < 1e-12 for stage in told["stages"])
 
 
+def test_training_without_a_flush_on_workers_gives_the_losses_of_one_process(small, tmp_path):
+    options = "options = {t1 = 4, t3 = 2}"
+    small.write_text(SMALL.replace("stages = 2", f'stages = 2\nschedule = "pipemare"\n{options}'))
+    page = tmp_path / "run.html"
+    workers = penstock("train", small, "--json", "--report", page)
+    assert losses(workers) == losses(penstock("train", small, "--json", "--inline"))
+    assert len(losses(workers)) == 12
+    told = json.loads(workers.stdout)
+    assert 0 < told["timeline"]["bubble"] < 1
+    assert len(told["memory"]) == 2
+    assert "measured" in page.read_text()
+
+
+def test_verify_refuses_an_asynchronous_schedule_before_it_starts_workers(small):
+    small.write_text(SMALL.replace("stages = 2", 'stages = 2\nschedule = "2bw"'))
+    done = penstock("verify", small)
+    assert (done.returncode, done.stdout, done.stderr.count("penstock: ")) == (2, "", 1)
+    assert "expected a synchronous schedule to verify" in done.stderr
+    assert "but got '2bw'" in done.stderr
+
+
 def test_verify_leaves_with_1_for_a_model_that_a_pipeline_breaks():
     for flags in ((), ("--inline",)):
         done = penstock("verify", ROOT / "tests" / "app" / "broken.toml", "--steps", 2, *flags)
@@ -131,7 +152,10 @@ BAD = {
     "an unknown key": (("steps = 12", "steps = 12\nstep = 3"), "training.step: .*did you mean steps"),
     "two faults": (("heads = 2\nlayers = 4", "heads = 3\nlayers = 0"), "got 2 of them"),
     "an unknown schedule": (("stages = 2", 'stages = 2\nschedule = "1f2b"'), "pipeline.schedule: .*try 1f1b"),
-    "an asynchronous schedule": (("stages = 2", 'stages = 2\nschedule = "pipedream"'), "a synchronous schedule"),
+    "an option of no schedule": (
+        ("stages = 2", "stages = 2\noptions = {t4 = 1}"),
+        "pipeline.options.t4: .*an option of",
+    ),
     "more stages than layers": (("stages = 2", "stages = 60"), "at most .* stages for this model's layers, but got 60"),
     "a batch smaller than its parts": (("batch = 16", "batch = 3"), "training.batch: expected at least 4 rows"),
     "a text that is not there": (("[pipeline]", '[data]\npath = "no.txt"\n[pipeline]'), "data.path: .*No such file"),

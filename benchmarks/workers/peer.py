@@ -37,5 +37,6 @@ class Peer:
     def held(self):
         """Bytes of the buffers that it keeps for receiving."""
         kept = [*self.stage.args_recv_info.values(), *self.stage.grad_recv_info.values()]
-        buffers = [info.buffer for infos in kept for info in infos if info.buffer is not None]
+        every = [getattr(info, "buffer", None) for infos in kept for info in infos]  # the first stage has none
+        buffers = [buffer for buffer in every if buffer is not None]
         return sum(buffer.untyped_storage().nbytes() for buffer in buffers)

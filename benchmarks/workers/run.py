@@ -17,7 +17,7 @@ import json
 import os
 from pathlib import Path
 
-from benchmarks.workers import blocks, buffers, sleeping
+from benchmarks.workers import blocks, buffers, flowing, sleeping
 from benchmarks.workers.sampling import collect
 from benchmarks.workers.table import HEAD
 from benchmarks.workers.team import Team
@@ -44,7 +44,19 @@ def block_cases(ours, repetitions):
     return list(blocks.lines(found, ours)), found, f"a stage alone, ms: {', '.join(times)}; all gradients agree"
 
 
-CASES = {"sleeping": sleeping_cases, "blocks": block_cases}
+def flowing_cases(ours, repetitions):
+    """Asynchronous methods, in the steady state; without ours there is nothing to see."""
+    if not ours:
+        return [], {}, "asynchronous methods: the peer has none"
+    with Team(sleeping.RANKS, flowing.SleepingFlow) as team:
+        asleep = collect(team, team.ask("names")[0], repetitions)
+    with Team(blocks.RANKS, flowing.BlocksFlow) as team:
+        awake = collect(team, team.ask("names")[0], repetitions)
+    lines = [*flowing.sleeping_lines(asleep), *flowing.block_lines(awake)]
+    return lines, {**asleep, **awake}, "one mini-batch, while the pipe is full; updates included on both sides"
+
+
+CASES = {"sleeping": sleeping_cases, "blocks": block_cases, "flowing": flowing_cases}
 
 
 def main(arguments=None):

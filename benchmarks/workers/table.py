@@ -14,7 +14,7 @@ class Line:
     case: str
     unit: str
     ours: float | None
-    peer: float
+    peer: float | None
     limit: float | None
     wanted: str = ""
     value: float | None = None

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.app.nesterov import nesterov
     from penstock.app.pipeline import Pipeline, Step
     from penstock.core.action import Action, Op
     from penstock.core.check import check
@@ -67,6 +68,7 @@ _HOME = {
     "from_torch_csv": "core.torch_text",
     "loop": "schedules.registry",
     "lower": "core.lower",
+    "nesterov": "app.nesterov",
     "schedule": "schedules.registry",
     "simulate": "simulator.simulate",
     "to_csv": "core.text",
@@ -104,6 +106,7 @@ __all__ = [
     "from_torch_csv",
     "loop",
     "lower",
+    "nesterov",
     "schedule",
     "simulate",
     "to_csv",

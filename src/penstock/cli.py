@@ -16,6 +16,9 @@ import typer
 from penstock.errors import FormatError, InputError, PenstockError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.app.comparison import Comparison
     from penstock.core.schedule import Schedule
     from penstock.core.timeline import Timeline
     from penstock.reports.panels import Timelines
@@ -301,10 +304,75 @@ def verify(
     Example: `penstock verify examples/gpt.toml --steps 3`
     """
     from penstock.app.start import Request, start
+    from penstock.app.verify_run import refuse_asynchronous
     from penstock.app.verify_run import verify as work
 
     request = Request(str(config), {}, {"steps": steps, "as_trained": as_trained, "json": as_json})
+    refuse_asynchronous(request.task().config.pipeline.schedule)
     raise typer.Exit(start("penstock.app.verify_run", work, request, inline))
+
+
+@app.command()
+def compare(
+    config: ConfigFile,
+    methods: Annotated[str | None, typer.Option(help="Names with commas between: plain,1f1b,pipedream,...")] = None,
+    steps: Annotated[int | None, typer.Option(help="Mini-batches, in place of the config's.")] = None,
+    stages: Annotated[
+        int | None, typer.Option("--stages", "-p", help="In place of the config's, whose cuts are then left out.")
+    ] = None,
+    t1: Annotated[int | None, typer.Option(help="K of T1: a quarter of the mini-batches unless said.")] = None,
+    t3: Annotated[int | None, typer.Option(help="N of T3: a tenth of the mini-batches unless said.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write loss against samples and time to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write table and pictures to this file.")] = None,
+    inline: Inline = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train the same model with the same data, seed and budget by each method: speed, memory and loss side by side.
+
+    On local workers, where there are cores for all stages, times are measured; else they are simulated.
+
+    Example: `penstock compare examples/gpt.toml --steps 40 --methods plain,1f1b,pipedream,2bw --html compare.html`
+    """
+    from penstock.app.compare import Wish
+    from penstock.app.compare import compare as work
+    from penstock.app.start import Request
+    from penstock.app.train import require_writable
+
+    asked = {"training.steps": steps, "pipeline.stages": stages}
+    changes: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+    if stages is not None:
+        changes["pipeline.cuts"] = None
+    for file in (svg, html):
+        require_writable(None if file is None else str(file), "a picture")
+    names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
+    found = work(Request(str(config), changes), Wish(names, t1, t3, inline), sys.stderr)
+    if any(row.losses for row in found.rows):
+        _write(svg=(svg, found.svg), html=(html, found.html))
+    if as_json:
+        typer.echo(json.dumps(found.to_json()))
+    else:
+        _tell(found)
+    if all(row.note is not None for row in found.rows):
+        raise typer.Exit(1)
+
+
+def _tell(found: Comparison) -> None:
+    from rich.console import Console
+
+    from penstock.app.comparison import WIDTH
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(found.title, style="bold", highlight=False)
+    console.print(found.table())
+    for line in found.said():
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _write(**files: tuple[Path | None, Callable[[], str]]) -> None:
+    for file, made in files.values():
+        if file is not None:
+            file.write_text(made(), encoding="utf-8")
+            typer.echo(f"wrote {file}", err=True)
 
 
 def _as_json(built: Schedule) -> str:

@@ -82,6 +82,17 @@ def test_a_factory_stands_in_for_a_kind(tmp_path):
     assert found.data.arguments == {"rows": 4}
 
 
+def test_an_asynchronous_schedule_with_its_options(tmp_path):
+    text = GOOD.replace("stages = 2", 'stages = 2\nschedule = "pipemare"')
+    found = config(tmp_path, text + '[pipeline.options]\nt1 = 50\nt2 = 0.135\nt3 = 20\npredict = "xpipe"\n')
+    assert found.pipeline.options == {"t1": 50, "t2": 0.135, "t3": 20, "predict": "xpipe"}
+
+
+def test_a_whole_section_can_be_put_in_place_of_the_files(tmp_path):
+    found = config(tmp_path, GOOD, optimizer={"name": "nesterov", "lr": 0.1})
+    assert (found.optimizer.name, found.optimizer.arguments) == ("nesterov", {"lr": 0.1})
+
+
 def test_everything_wrong_is_said_at_once(tmp_path):
     text = """
         colour = "red"
@@ -152,7 +163,45 @@ def test_everything_wrong_is_said_at_once(tmp_path):
         ("[pipeline]", '[data]\nfactory = "a:b"\n[pipeline]', "model.vocab", "how many different tokens the data has"),
         ("[pipeline]", '[data]\nfactory = "a.b"\n[pipeline]', "data.factory", 'a function, as "package.'),
         ("[pipeline]", '[data]\nkind = "txt"\n[pipeline]', "data.kind", '"text" or "digits", or factory'),
-        ("stages = 2", 'stages = 2\nschedule = "pipedream"', "pipeline", "a synchronous schedule"),
+        ("stages = 2", "stages = 2\noptions = 3", "pipeline.options", "a table of the schedule's options, but got 3"),
+        ("stages = 2", "stages = 2\noptions = {polcy = 'pa'}", "pipeline.options.polcy", "an option of 1f1b, but got"),
+        (
+            "stages = 2",
+            "stages = 2\noptions = {t1 = 5}",
+            "pipeline.options.t1",
+            "an asynchronous schedule, but got 1f1b",
+        ),
+        (
+            "stages = 2",
+            "stages = 2\nschedule = 'dapple'\noptions = {policy = 'pc'}",
+            "pipeline.options.policy",
+            "dapple's policy to be 'pa' or 'pb', but got 'pc'",
+        ),
+        (
+            "stages = 2",
+            "stages = 2\nschedule = 'pipemare'\noptions = {t1 = 0, t2 = true}",
+            "pipeline.options.t1",
+            "t1 to be a whole number of at least 1",
+        ),
+        (
+            "stages = 2",
+            "stages = 2\nschedule = 'pipedream'\noptions = {t2 = 0.1}",
+            "pipeline.options.t2",
+            "t2 with a schedule whose backward takes the newest weights",
+        ),
+        (
+            "stages = 2",
+            "stages = 2\nschedule = 'pipedream'\noptions = {vertical_sync = true, stash = false}",
+            "pipeline.options",
+            "weight stashing where vertical_sync is on",
+        ),
+        (
+            "stages = 2",
+            "stages = 2\nschedule = 'auto'\noptions = {seed = 1}",
+            "pipeline.options.seed",
+            "an option of auto",
+        ),
+        ("stages = 2", "stages = 5\nschedule = '2bw'", "pipeline", "2bw's microbatches to be at least its depth of 5"),
         ("microbatches = 4", 'microbatches = 3\nschedule = "interleaved"', "pipeline", "interleaved's microbatches"),
         ("stages = 2", 'stages = 2\ncuts = ["a", "b"]', "pipeline", "1 cuts for 2 pieces, but got 2"),
         ("stages = 2", "stages = 2\nchunks = 3", "pipeline", r"exactly 1 chunk(s) a rank for 1f1b, but got 3"),
@@ -161,6 +210,7 @@ def test_everything_wrong_is_said_at_once(tmp_path):
         ("stages = 2", 'stages = "2"', "pipeline.stages", 'a whole number of at least 1, but got "2"'),
         ("lr = 1e-3", "lr = -1.0", "optimizer", "values that AdamW takes, but got Invalid learning rate: -1.0"),
         ("lr = 1e-3", "weight_deca = 1.0", "optimizer.weight_deca", "an argument of torch.optim.AdamW, but got an un"),
+        ('"AdamW"', '"nesterov"\nmomentum = 0.9', "optimizer.momentum", "an argument of nesterov, but got an unknown"),
         ('"AdamW"', '"LBFGS"', "optimizer.name", "a class of torch.optim"),
         ("[training]", "[optimizer.scheduler]\nname = 3\n[training]", "optimizer.scheduler.name", "the name of"),
         ("[training]", '[optimizer.scheduler]\nname = "StepLR"\n[training]', "optimizer.scheduler", "values that"),

@@ -104,6 +104,27 @@ def test_the_learning_rate_follows_its_scheduler():
     assert {group["lr"] for made in pipe.optimizers.optimizers.values() for group in made.param_groups} == {0.125}
 
 
+def test_a_config_hands_options_to_the_schedule_and_names_our_optimizer():
+    section = {"stages": 2, "microbatches": 1, "schedule": "pipemare", "options": {"t1": 7, "t2": False, "t3": 2}}
+    pipe = task(pipeline=section, optimizer={"name": "nesterov", "lr": 1e-3, "weight_decay": 0.1}).pipeline()
+    assert (pipe.schedule.shape.name, pipe.stream.first) == ("pipemare", 2)
+    (optimizer, *_) = pipe.optimizers.optimizers.values()
+    assert isinstance(optimizer, torch.optim.NAdam)
+    wanted = {"lr": 1e-3, "betas": (0.99, 0.999), "weight_decay": 0.1, "decoupled_weight_decay": True}
+    assert wanted.items() <= optimizer.defaults.items()
+
+
+def test_training_without_a_flush_falls_in_loss_and_is_the_same_each_time():
+    first, again = (
+        run(task(pipeline={"stages": 3, "microbatches": 1, "schedule": "pipedream"}, training={"steps": 25}))
+        for _ in range(2)
+    )
+    assert first.losses == again.losses
+    assert len(first.seconds) == 25
+    assert sum(first.losses[-5:]) < sum(first.losses[:5]) - 2
+    assert first.timeline is None, "it is measured on workers alone"
+
+
 def test_traffic_is_what_crosses_the_cut():
     pipe = task().pipeline()
     activations = 16 * 12 * 16 * 4
@@ -256,6 +277,11 @@ def test_verify_as_trained_is_in_single_precision():
         compare(task(pipeline={"stages": 2, "microbatches": 4, "precision": "fp16"}), 2)
 
 
+def test_verify_is_for_synchronous_schedules():
+    with pytest.raises(InputError, match=r"a synchronous schedule to verify.*'pipemare', whose weights are stale"):
+        compare(task(pipeline={"stages": 2, "schedule": "pipemare"}), 1)
+
+
 def test_verify_finds_a_model_that_a_pipeline_breaks():
     assert compare(own(double=True), 3).ok
     verdict = compare(own(double=True, careless=True), 3)
@@ -336,3 +362,15 @@ def test_a_run_goes_on_where_its_checkpoint_stopped(tmp_path):
     assert run(later).losses == pytest.approx(whole[4:], rel=1e-5)
     with pytest.raises(InputError, match="more than the 6"):
         run(task(training={"steps": 6, "resume": str(tmp_path / "run" / "step-6")}))
+
+
+def test_a_checkpoint_of_a_pipe_that_is_full_is_named_for_what_it_has_trained(tmp_path):
+    pipeline = {"stages": 3, "microbatches": 1, "schedule": "pipedream"}
+    kept = {"steps": 8, "checkpoint": str(tmp_path / "run"), "checkpoint_every": 3}
+    whole = run(task(pipeline=pipeline, training=kept)).losses
+    found = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "run").iterdir())
+    assert len(whole) == 8
+    assert found[-1] == 8
+    assert all(index > 3 for index in found), "a save drains the pipe: what is in flight is trained before it"
+    resumed = {"steps": 8, "resume": str(tmp_path / "run" / f"step-{found[0]}")}
+    assert len(run(task(pipeline=pipeline, training=resumed)).losses) == 8 - found[0]

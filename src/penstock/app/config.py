@@ -64,6 +64,7 @@ class GivenSource(Section):
 class PipelineSection(Section):
     stages: Count
     schedule: Annotated[str, Field(description="the name of a schedule")] = "1f1b"
+    options: Annotated[dict[str, Any], Field(description="a table of the schedule's options")] = {}
     microbatches: Count = 4
     chunks: Count | None = None
     cuts: Annotated[
@@ -95,7 +96,7 @@ class Chosen(Section):
 
 
 class OptimizerSection(Chosen):
-    name: Annotated[str, Field(description="the name of an optimizer in torch.optim")] = "AdamW"
+    name: Annotated[str, Field(description='the name of an optimizer in torch.optim, or "nesterov"')] = "AdamW"
     scheduler: Chosen | None = None
 
 

@@ -14,10 +14,16 @@ from penstock.errors import FormatError
 
 
 def read_config(path: str | Path, changes: dict[str, Any] | None = None) -> Config:
-    """The config in a file, with some values (by dotted key) in place of the file's; all its faults at once."""
+    """The config in a file, with some values in place of the file's; all its faults at once.
+
+    A change's key is dotted; one without a dot stands for a whole section.
+    """
     raw = _parsed(Path(path))
     for key, value in (changes or {}).items():
-        section, name = key.split(".")
+        section, _, name = key.partition(".")
+        if not name:
+            raw[section] = value
+            continue
         given = raw.setdefault(section, {})
         if isinstance(given, dict):
             given[name] = value

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.app.config import as_arguments
 from penstock.app.config_faults import Fault, nearest, shown
-from penstock.errors import InputError
+from penstock.app.config_schedule import schedule_faults
 
 Good = dict[str, Any]  # by dotted key
 
@@ -17,7 +17,7 @@ def rules(good: Good) -> Iterator[Fault]:
     """Every rule that is broken."""
     if good.get("model.kind") == "gpt":
         yield from _gpt(good)
-    yield from _schedule(good)
+    yield from schedule_faults(good)
     yield from _training(good)
     if "optimizer.name" in good:
         yield from _optimizer(good)
@@ -45,30 +45,16 @@ def _training(good: Good) -> Iterator[Fault]:
         yield Fault("training.checkpoint", "a path to write checkpoints to", "nothing", "add it")
 
 
-def _schedule(good: Good) -> Iterator[Fault]:
-    from penstock.app.settings import read_schedule
-    from penstock.schedules.registry import find
-
-    asked = [good.get(f"pipeline.{key}", 0) for key in ("schedule", "stages", "microbatches", "chunks", "cuts")]
-    path = "pipeline.schedule"
-    try:
-        if asked[0]:
-            find(asked[0])
-        path = "pipeline"
-        if 0 not in asked:
-            read_schedule(*asked)
-    except InputError as error:
-        yield Fault(path, error.expected, str(error.came), error.do)
-
-
 def _optimizer(good: Good) -> Iterator[Fault]:
     """Made once over a weight of no importance: torch itself says what it thinks of the values."""
     import torch
 
+    from penstock.app.nesterov import OPTIMIZERS
+
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     given = {key.removeprefix("optimizer."): value for key, value in good.items() if key.startswith("optimizer.")}
     scheduler = given.pop("scheduler", None)
-    made = yield from _made("optimizer", given, torch.optim, torch.optim.Optimizer, [weight])
+    made = yield from _made("optimizer", given, torch.optim, torch.optim.Optimizer, [weight], OPTIMIZERS)
     if scheduler is not None and "name" in scheduler:
         if made is None:
             made = torch.optim.SGD([weight])
@@ -76,15 +62,18 @@ def _optimizer(good: Good) -> Iterator[Fault]:
         yield from _made("optimizer.scheduler", dict(scheduler), home, home.LRScheduler, made)
 
 
-def _made(path: str, given: dict[str, Any], home: Any, base: type, first: Any) -> Generator[Fault, None, Any]:
+def _made(
+    path: str, given: dict[str, Any], home: Any, base: type, first: Any, ours: dict[str, Any] | None = None
+) -> Generator[Fault, None, Any]:
     name, arguments = given.pop("name"), as_arguments(given)
-    kinds = {known: kind for known, kind in vars(home).items() if _usable(kind, base)}
+    kinds = {known: kind for known, kind in vars(home).items() if _usable(kind, base)} | (ours or {})
     if name not in kinds:
         yield Fault(f"{path}.name", f"a class of {home.__name__}", shown(name), nearest(name, set(kinds)))
         return None
     known = set(list(inspect.signature(kinds[name]).parameters)[1:])
     for key in arguments.keys() - known:
-        yield Fault(f"{path}.{key}", f"an argument of {home.__name__}.{name}", "an unknown one", nearest(key, known))
+        whose = name if name in (ours or {}) else f"{home.__name__}.{name}"
+        yield Fault(f"{path}.{key}", f"an argument of {whose}", "an unknown one", nearest(key, known))
     try:
         return kinds[name](first, **{key: value for key, value in arguments.items() if key in known})
     except Exception as error:  # whatever torch says of values that it cannot use

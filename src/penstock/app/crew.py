@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from penstock.engine.transport.packet import from_bytes, to_bytes
 from penstock.engine.world import World, join
 from penstock.errors import InputError, SplitError
 from penstock.model import tree
+from penstock.model.split import Path
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,12 @@ class Crew:
 
         return tree.replace_leaves(example, leaf)
 
-    def require_lanes(self, edges: Iterable[tuple[int, int]], known: Iterable[tuple[int, int]]) -> None:
+    def require_lanes(self, path: Path, shape: Shape) -> None:
         """Refuse a batch whose values take ways between ranks that the example's did not."""
-        strange = (
-            [] if self.alone else sorted({e for e in edges if self.placement[e[0]] != self.placement[e[1]]} - {*known})
-        )
+        if self.alone or path.edges == shape.edges:
+            return
+        far = {edge for edge in path.edges if self.placement[edge[0]] != self.placement[edge[1]]}
+        strange = sorted(far - set(shape.edges))
         if strange:
             raise SplitError(
                 "batches whose values cross between the stages that the example's cross between",

@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.app.crew import Crew
 from penstock.app.optimize import Optimizers
-from penstock.app.remedies import Remedies, momentum_steps, read_remedies, without_remedies
+from penstock.app.remedies import Remedies, momentum_steps, read_remedies, require_known, without_remedies
 from penstock.app.rounds import Rounds
 from penstock.app.settings import Asked, Wanted, read_schedule, with_edges
 from penstock.core.check import prove
@@ -70,6 +70,8 @@ class Equipped:
 
 def choose(wanted: Wanted, stages: int | None, cuts: Sequence[str] | None) -> Chosen:
     """Read which schedule is wanted."""
+    if isinstance(wanted.schedule, str):
+        require_known(wanted.schedule, wanted.options)
     asked = Asked(wanted.schedule, stages, wanted.microbatches, wanted.chunks, without_remedies(wanted.options))
     built = read_schedule(asked, cuts)
     if isinstance(built, Loop):
@@ -106,7 +108,7 @@ def equip(chosen: Chosen, floor: Floor, edges: tuple[tuple[int, int], ...]) -> E
     for stage in floor.stages:
         named = [(floor.names[p], p) for p in stage.parameters]
         host = Offload.ACTIVATIONS in floor.settings.offload
-        stage.reweigh = Reweigh(named, host) if newest else None
+        stage.reweigh = Reweigh(named, host, stage.split.model.buffers()) if newest else None
     return equipped
 
 
@@ -125,7 +127,10 @@ def _asynchronous(endless: Endless, remedies: Remedies, floor: Floor) -> Equippe
     endless.proven(endless.least)
     shared = {parameter for group in floor.mail.groups for parameter in group.parameters}
     own = {stage.index: [p for p in floor.optimizers.owned[stage.index] if p not in shared] for stage in floor.stages}
-    foreseen = momentum_steps(floor.optimizers.optimizers) if remedies.predict == "spectrain" else None
+    foreseen = None
+    if remedies.predict == "spectrain":
+        _require_own_weights(floor)
+        foreseen = momentum_steps(floor.optimizers.optimizers)
     remedy = Remedy(remedies.t2, remedies.predict is not None, foreseen)
     weights = Weights(endless, own, floor.mail, remedy)
     rate = None if remedies.t1 is None else lambda stage, step: remedies.rate(endless, stage, step)
@@ -137,6 +142,16 @@ def _asynchronous(endless: Endless, remedies: Remedies, floor: Floor) -> Equippe
     clock, world = RunClock() if floor.timeline else None, floor.crew.world
     worker = WorkerStream(endless, world.rank, floor.stages, weights, rounds, floor.lanes, world.watch, clock)
     return Equipped(endless.loop, worker, clock, rounds, remedies)
+
+
+def _require_own_weights(floor: Floor) -> None:
+    """A copy of a weight is forecast by its owner's momentum, which another process does not have."""
+    if floor.mail.groups and not floor.crew.alone:
+        raise InputError(
+            "predict='spectrain' for weights that one stage uses alone",
+            f"{floor.names[floor.mail.groups[0].parameters[0]]}, which stages of different processes share",
+            "use predict='xpipe'",
+        )
 
 
 def _require_for_streaming(wanted: Wanted) -> None:

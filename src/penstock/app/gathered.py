@@ -102,27 +102,35 @@ def _rows(schedule: Schedule, readings: list[Readings], asked: bool) -> tuple[Fl
     return start, end
 
 
-def _weighed(pipe: Pipeline) -> Json:
-    """Bytes of this rank's stages, and those that training took in all."""
-    assert isinstance(pipe.engine, Worker)
-    assert pipe.engine.weigh is not None
-    weigh, found = pipe.engine.weigh, {}
-    homes = pipe.split.buffer_stages()
+def standing(pipe: Pipeline) -> dict[int, dict[str, int]]:
+    """Bytes of what each stage here has all the time: weights and buffers, gradients, and its optimizer's state."""
+    homes, found = pipe.split.buffer_stages(), {}
     for stage in pipe.stages:
         at = stage.index
         buffers = [b for name, b in pipe.model.named_buffers() if homes.get(name, 0) == at]
         optimizer = pipe.optimizers.optimizers.get(at)
         state = [] if optimizer is None else [v for one in optimizer.state.values() for v in one.values()]
-        found[at] = vars(weigh.kept[at]) | {
-            "weights": _bytes([*stage.parameters, *buffers]),
-            "gradients": _bytes([p for p in stage.parameters if p.requires_grad]),
-            "optimizer": _bytes([value for value in state if isinstance(value, Tensor)]),
+        found[at] = {
+            "weights": bytes_of([*stage.parameters, *buffers]),
+            "gradients": bytes_of([p for p in stage.parameters if p.requires_grad]),
+            "optimizer": bytes_of(state),
         }
+    return found
+
+
+def _weighed(pipe: Pipeline) -> Json:
+    """Bytes of this rank's stages, and those that training took in all."""
+    assert isinstance(pipe.engine, Worker)
+    assert pipe.engine.weigh is not None
+    weigh = pipe.engine.weigh
+    found = {at: vars(weigh.kept[at]) | always for at, always in standing(pipe).items()}
     return {"stages": found, "added": weigh.mark.added()}
 
 
-def _bytes(tensors: list[Any]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.is_meta)
+def bytes_of(values: list[Any]) -> int:
+    """Of the tensors among them that are there."""
+    tensors = [value for value in values if isinstance(value, Tensor) and not value.is_meta]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _footprint(told: list[Json], stages: int) -> Footprint:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from penstock.errors import InputError
 
@@ -64,21 +64,24 @@ class Crew:
                     os.killpg(worker.pid, number)
 
 
-def launch(command: list[str], workers: int) -> int:
-    """Run `command` as that many ranks. Returns 0, or the code of the rank that failed first (128 + signal)."""
+def launch(command: list[str], workers: int, words: TextIO | None = None) -> int:
+    """Run `command` as that many ranks. Returns 0, or the code of the rank that failed first (128 + signal).
+
+    `words` is a file for what the ranks say, and for what is said of them; else it goes where this process's does.
+    """
     _require(command, workers)
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
     port, crew = int(listener.getsockname()[1]), Crew()
     with _passing_on(crew), _holding_store(listener) as store:
         try:
             for rank in range(workers):
-                crew.workers.append(_start(command, rank, workers, port))
+                crew.workers.append(_start(command, rank, workers, port, words))
             _wait(crew)
         finally:
             crew.send(signal.SIGKILL)
             for worker in crew.workers:
                 worker.wait()
-    return _outcome(crew, store)
+    return _outcome(crew, store, words or sys.stderr)
 
 
 def _require(command: list[str], workers: int) -> None:
@@ -88,7 +91,7 @@ def _require(command: list[str], workers: int) -> None:
         raise InputError("a command that can be run", " ".join(command) or "none", "check its name and PATH")
 
 
-def _start(command: list[str], rank: int, size: int, port: int) -> subprocess.Popen[bytes]:
+def _start(command: list[str], rank: int, size: int, port: int, words: TextIO | None) -> subprocess.Popen[bytes]:
     env = {
         "OMP_NUM_THREADS": "1",  # the ranks share the cores
         **os.environ,
@@ -105,7 +108,7 @@ def _start(command: list[str], rank: int, size: int, port: int) -> subprocess.Po
     env.pop("TORCHELASTIC_RUN_ID", None)
     born = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), *command]
     # A process group of its own: Ctrl-C then comes to the launcher alone, which passes it on once.
-    return subprocess.Popen(born, env=env, stdin=subprocess.DEVNULL, process_group=0)
+    return subprocess.Popen(born, env=env, stdin=subprocess.DEVNULL, stdout=words, stderr=words, process_group=0)
 
 
 @contextmanager
@@ -176,7 +179,7 @@ def _bury(worker: subprocess.Popen[bytes]) -> int:
     return worker.wait()
 
 
-def _outcome(crew: Crew, store: list[TCPStore]) -> int:
+def _outcome(crew: Crew, store: list[TCPStore], out: TextIO) -> int:
     if crew.signals:
         return 128 + crew.signals[0]
     failed = {rank: code for rank, code in crew.codes.items() if code}
@@ -186,10 +189,10 @@ def _outcome(crew: Crew, store: list[TCPStore]) -> int:
     told = _told(store)
     rank = _first(failed, told)
     code = failed[rank]
-    print(f"penstock: {_words(rank, code, told)}", file=sys.stderr, flush=True)
+    print(f"penstock: {_words(rank, code, told)}", file=out, flush=True)
     if late:
         who = ", ".join(map(str, late))
-        print(f"penstock: still running {GRACE:.0f} s later, and ended: rank {who}", file=sys.stderr, flush=True)
+        print(f"penstock: still running {GRACE:.0f} s later, and ended: rank {who}", file=out, flush=True)
     return code if code > 0 else 128 - code
 
 

@@ -30,7 +30,7 @@ class Outcome:
     memory: list[int]  # of every process, as in PlainRun
     traffic: int  # bytes between ranks in a step
     threads: int  # of a process
-    timeline: Timeline | None = None  # of the last step
+    timeline: Timeline | None = None  # of the last step; of the last run where steps follow without a flush
     predicted: Timeline | None = None  # of the same step, from those before it
     plain: tuple[PlainRun, ...] = ()
 

@@ -139,14 +139,16 @@ class Pipeline:
         """One record a batch of the loader, which yields (inputs, target).
 
         Under an asynchronous schedule the pipe is fed without a flush, and a record comes when its batch has passed
-        through; the pipe drains at the end, at an evaluation, at a save, and when the loop is left.
+        through; the pipe drains at the end, at an evaluation, at a save, and when the loop is left. A switch inside the
+        loop has the rest of the batches trained by the new schedule.
         """
         self._require_loss()
-        if self.stream is not None:
-            yield from self.stream.train(loader)
-            return
-        for inputs, target in self.feed.each(loader):
-            yield self.step(inputs, target)
+        batches = self.feed.each(loader)
+        while True:
+            stream = self.stream
+            yield from self._flushed(batches) if stream is None else stream.train(batches)
+            if self.stream is stream:
+                return
 
     def switch(self, schedule: str | Schedule | Loop, *, microbatches: int | None = None, **options: Any) -> None:
         """Go on by another schedule, between two mini-batches; what is in flight is trained to its end first.
@@ -166,8 +168,9 @@ class Pipeline:
         if not self.crew.alone:
             require_agreement(self.crew, {"schedule": describe(chosen), "micro-batches": parts})
         self.settle()
+        equipped = equip(chosen, self.floor, self.split.edges)
         self.wanted = wanted
-        self._take_up(equip(chosen, self.floor, self.split.edges))
+        self._take_up(equipped)
 
     def settle(self) -> None:
         """Train to its end what is in flight: all weights are then the newest. Synchronous schedules leave nothing."""
@@ -238,6 +241,13 @@ class Pipeline:
         """Let go of what joins this pipeline's processes, which the end of the process does too. By every rank."""
         self.settle()
         self.engine.close()
+
+    def _flushed(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[Step]:
+        """Step by step, for as long as the schedule is a synchronous one."""
+        for inputs, target in batches:
+            yield self.step(inputs, target)
+            if self.stream is not None:
+                return
 
     def _run(self, jobs: list[Job]) -> Total:
         """All forwards and backwards; whatever goes wrong, the model is then as it was before."""
@@ -349,10 +359,11 @@ class Pipeline:
         jobs: list[Job] = []
         every = rows_of(call, target)
         cut = spans(every, cut) if isinstance(cut, int) else cut
+        outlook = self.split.outlook()
         for number, (first, last) in enumerate(cut):
             args, kwargs = piece(call, first, last, every)
-            path, rows, wanted = self.split.path(args, kwargs), last - first, piece(target, first, last, every)
-            self.crew.require_lanes(path.edges, self.schedule.shape.edges)
+            path, rows, wanted = self.split.path(args, kwargs, outlook), last - first, piece(target, first, last, every)
+            self.crew.require_lanes(path, self.schedule.shape)
             ending = _Finish(finish, wanted, rows)
             jobs.append(Job(first_number + number, step, args, kwargs, rows, path, ending, number == len(cut) - 1))
             jobs[-1].part, jobs[-1].stamp, jobs[-1].mates = number, stamp, jobs

@@ -35,6 +35,35 @@ def progress(steps: int, log_every: int, out: TextIO | None) -> Iterator[Show]:
         yield _Lines(steps, log_every, out)
 
 
+class ShowMany(Protocol):
+    def __call__(self, name: str, before: int, done: int, loss: float) -> None:
+        """So many steps of the run of that name are done; so many of others were done before it."""
+
+
+@contextmanager
+def progress_of_many(runs: int, steps: int, out: TextIO | None) -> Iterator[ShowMany]:
+    """Shows several runs of so many steps each: as one bar; elsewhere by a line for each that is done."""
+    if out is None:
+        yield lambda name, before, done, loss: None
+    elif out.isatty():
+        with _bar(out) as bar:
+            task = bar.add_task("", total=runs * steps, loss="-", rate="-")
+            begun = perf_counter()
+
+            def show(name: str, before: int, done: int, loss: float) -> None:
+                all_done = before + done
+                bar.update(task, completed=all_done, description=name, loss=f"{loss:.4f}", rate=_rate(all_done, begun))
+
+            yield show
+    else:
+
+        def say(name: str, before: int, done: int, loss: float) -> None:
+            if done == steps:
+                print(f"{name}: {steps} mini-batches, loss {loss:.4f}", file=out, flush=True)
+
+        yield say
+
+
 class _Lines:
     """A line for the first step, for every so many, and for the last."""
 

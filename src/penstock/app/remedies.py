@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import exp
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.core.endless import Endless
 from penstock.core.shape import Law, Shape
 from penstock.engine.weights import Foreseen
 from penstock.errors import InputError
+from penstock.schedules.registry import find
 
 USUAL_DECAY = exp(-2)
 NAMES = ("t1", "t2", "t3", "predict")
@@ -47,6 +49,17 @@ class Remedies:
 def without_remedies(options: dict[str, Any]) -> dict[str, Any]:
     """The options that are the method's own."""
     return {name: value for name, value in options.items() if name not in NAMES}
+
+
+def require_known(name: str, options: dict[str, Any]) -> None:
+    """Refuse what is neither an option of an asynchronous method nor a remedy."""
+    method = find(name)
+    known = [*method.options, *NAMES]
+    unknown = [option for option in options if option not in known]
+    if method.asynchronous and unknown:
+        near = get_close_matches(unknown[0], known, n=1)
+        advice = f"try {near[0]}" if near else "leave it out"
+        raise InputError(f"options that {name} has ({', '.join(known)})", ", ".join(unknown), advice)
 
 
 def read_remedies(options: dict[str, Any], shape: Shape) -> Remedies:
@@ -95,24 +108,23 @@ def _forecast(value: Any) -> str | None:
 
 def momentum_steps(optimizers: dict[int, torch.optim.Optimizer]) -> Foreseen:
     """SpecTrain's forecast: the step that an optimizer's momentum would take."""
+    for optimizer in optimizers.values():
+        if not all(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
+            raise _no_momentum(optimizer, "none")
 
     def foreseen(stage: int, weights: list[nn.Parameter]) -> list[Tensor]:
-        optimizer = optimizers.get(stage)
-        if optimizer is None:
-            raise InputError(
-                "predict='spectrain' for weights whose optimizer is here",
-                "weights that stages of different processes share",
-                "use predict='xpipe'",
-            )
+        if not weights:
+            return []
+        optimizer = optimizers[stage]
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        return [_step(optimizer, groups[weight], weight) for weight in weights]
+        return [_step(optimizer, groups.get(weight, {}), weight) for weight in weights]
 
     return foreseen
 
 
 def _step(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter) -> Tensor:
     kept = optimizer.state.get(weight, {})
-    if not kept:  # it has had no gradient
+    if not kept:  # it has had no gradient, or is not the optimizer's
         return torch.zeros_like(weight)
     if kept.get("momentum_buffer") is not None:
         return kept["momentum_buffer"] * -group["lr"]  # type: ignore[no-any-return]
@@ -121,8 +133,12 @@ def _step(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Pa
         count = float(kept["step"])
         mean, square = kept["exp_avg"] / (1 - first**count), kept["exp_avg_sq"] / (1 - second**count)
         return mean / (square.sqrt() + group["eps"]) * -group["lr"]  # type: ignore[no-any-return]
-    raise InputError(
+    raise _no_momentum(optimizer, ", ".join(map(str, kept)))
+
+
+def _no_momentum(optimizer: torch.optim.Optimizer, kept: str) -> InputError:
+    return InputError(
         "an optimizer that keeps a momentum, for predict='spectrain'",
-        f"{type(optimizer).__name__} with {', '.join(map(str, kept)) or 'nothing'}",
+        f"{type(optimizer).__name__} with {kept}",
         "use momentum, Adam, or predict='xpipe'",
     )

@@ -52,6 +52,8 @@ class Rounds:
     waiting: dict[tuple[int, int], Round] = field(default_factory=dict)  # by stage and version
     norms: dict[int, float] = field(default_factory=dict)  # of all gradients, by round: the first stage knows
     overflows: dict[int, float] = field(default_factory=dict)  # scales, by stage
+    open: dict[int, int] = field(default_factory=dict)  # by stage: the round whose gradients `.grad` holds
+    aside: dict[tuple[int, int], tuple[Gradients, Gradients]] = field(default_factory=dict)  # of other rounds begun
 
     def __post_init__(self) -> None:
         self.measured = self.optimizers.clip is not None or self.optimizers.fp16
@@ -59,8 +61,13 @@ class Rounds:
 
     def begin(self) -> None:
         """A new run."""
-        self.waiting, self.norms, self.overflows = {}, {}, {}
+        self.waiting, self.norms, self.overflows, self.open, self.aside = {}, {}, {}, {}, {}
         self.agreeing = self.measured and self.weights.endless.shape.law is Law.TWO_BW
+        self.level = False
+
+    def alone(self) -> None:
+        """The run is one mini-batch, trained as synchronous training does: one norm for all, and no remedy."""
+        self.agreeing, self.level, self.weights.level = self.measured, True, True
 
     def before(self, stage: Stage, job: Job, version: int) -> None:
         """A forward is about to run: what waits for its version is done now."""
@@ -77,9 +84,24 @@ class Rounds:
             words.scale = self.optimizers.scale
             job.root = words.scale / job.batch_rows
 
+    def gather(self, stage: Stage, job: Job) -> None:
+        """Gradients are about to be made. Where weight gradients run late, a round begins before another has closed;
+        what is not had late (of a norm, say) must not get into that."""
+        number, begun = self._round(job), self.open.get(stage.index)
+        if begun == number:
+            return
+        owned = self.optimizers.owned[stage.index]
+        if begun is not None:
+            self.aside[stage.index, begun] = {p: p.grad for p in owned if p.grad is not None}, stage.parts
+        gradients, stage.parts = self.aside.pop((stage.index, number), ({}, {}))
+        for parameter in owned:
+            parameter.grad = gradients.get(parameter)
+        self.open[stage.index] = number
+
     def close(self, stage: Stage, job: Job) -> None:
         """All gradients of a round are there."""
-        number = job.number // self.weights.endless.shape.microbatches
+        number = self._round(job)
+        del self.open[stage.index]
         found = _total(job.mates)
         self.mail.give(stage, number)
         gradients = {
@@ -111,6 +133,9 @@ class Rounds:
             self._apply(stages[stage], mine, norms[version - 1])
         self.waiting, self.norms = {}, {}
 
+    def _round(self, job: Job) -> int:
+        return job.number // self.weights.endless.shape.microbatches
+
     def _apply(self, stage: Stage, mine: Round, norm: float) -> None:
         usable = not self.measured or isfinite(norm)
         if not usable:
@@ -118,9 +143,12 @@ class Rounds:
         elif self.optimizers.clip is not None and mine.gradients:
             every = [values_of(mine.gradients, parameter) for parameter in mine.gradients]
             torch._foreach_mul_(every, min(1.0, self.optimizers.clip / (norm + 1e-6)))
-        with self.weights.updating(stage.index):
+        with self._rated(stage.index, mine.step), self.weights.updating(stage.index):
             if usable:
                 self._step(stage.index, mine)
+        scheduler = self.optimizers.by_stage.get(stage.index) if usable else None
+        if scheduler is not None:
+            scheduler.step(mine.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         if usable and self.optimizers.fp16 and stage.index == self.last:
             self.optimizers.good += 1
             if self.optimizers.good % GROW_AFTER == 0:
@@ -135,20 +163,18 @@ class Rounds:
         for parameter in owned:
             parameter.grad = mine.gradients.get(parameter)
         try:
-            with self._rated(optimizer, stage, mine.step):
-                optimizer.step()
+            optimizer.step()
         finally:
             for parameter, gradient in zip(owned, later, strict=True):
                 parameter.grad = gradient
-        scheduler = self.optimizers.by_stage.get(stage)
-        if scheduler is not None:
-            scheduler.step(mine.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
 
     @contextmanager
-    def _rated(self, optimizer: torch.optim.Optimizer, stage: int, step: int) -> Iterator[None]:
-        """PipeMare's T1, for this update only: schedulers see the rate that the user asked for."""
-        factor = 1.0 if self.rate is None else self.rate(stage, step)
-        if factor == 1.0:
+    def _rated(self, stage: int, step: int) -> Iterator[None]:
+        """PipeMare's T1, for this update and what is forecast from it: schedulers see the rate that the user asked
+        for."""
+        optimizer = self.optimizers.optimizers.get(stage)
+        factor = 1.0 if self.rate is None or self.level else self.rate(stage, step)
+        if factor == 1.0 or optimizer is None:
             yield
             return
         before = [group["lr"] for group in optimizer.param_groups]

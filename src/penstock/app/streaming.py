@@ -8,8 +8,10 @@ and the pipe fills again afterwards.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,21 +44,15 @@ class Stream:
         self.flowing = False
         self.before: list[torch.Tensor | None] = []
         self.turn: object = None  # whose loop is under way
+        self.norms: dict[int, float] = {}  # of all gradients, as far as they were agreed on in the last drain
 
-    def train(self, loader: Iterable[tuple[Any, Any]] | None) -> Iterator[Step]:
-        """One record a mini-batch, in order."""
+    def train(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[Step]:
+        """One record a mini-batch, in order, until there is no more, or the pipeline goes on by another schedule."""
         self.drain()
         self.finished.clear()
         mine = self.turn = object()
-        batches = self.pipe.feed.each(loader)
         try:
-            while self.pipe.index < self.first:
-                batch = next(batches, None)
-                if batch is None:
-                    return
-                yield self.step(*batch)
-            while self._take_in(batches):
-                self._one_pass()
+            while self.pipe.stream is self and self._goes_on(batches):
                 yield from self._out(mine)
             self.drain()
             yield from self._out(mine)
@@ -71,11 +67,8 @@ class Stream:
     def step(self, inputs: Any, target: Any) -> Step:
         """One mini-batch by itself, with what synchronous training does: its norm is that of all gradients."""
         self.drain()
-        self.finished.clear()
-        self._take(inputs, target)
-        self.rounds.agreeing = self.rounds.measured
-        self.drain()
-        return self.finished.popleft()
+        self._alone(inputs, target)
+        return self.finished.pop()  # records of a loop that it was called in stay for that
 
     def drain(self) -> None:
         """Train to its end what is in flight; afterwards all weights are the newest, and nobody waits for anything."""
@@ -89,6 +82,26 @@ class Stream:
         self._clocked()
         self._finish(self.fed)
         self._stop()
+
+    def _goes_on(self, batches: Iterator[tuple[Any, Any]]) -> bool:
+        """Train until the next record; False when there is no more."""
+        if self.pipe.index < self.first:
+            batch = next(batches, None)
+            if batch is not None:
+                self._alone(*batch)
+            return batch is not None
+        if not self._take_in(batches):
+            return False
+        self._one_pass()
+        return True
+
+    def _alone(self, inputs: Any, target: Any) -> None:
+        self._take(inputs, target)
+        self.rounds.alone()
+        self.drain()
+        norm = self.norms.get(0)
+        done = replace(self.finished.pop(), updated=norm is None or isfinite(norm), gradient_norm=norm)
+        self.finished.append(done)
 
     def _leave(self, mine: object) -> None:
         if self.turn is mine:
@@ -182,9 +195,11 @@ class Stream:
     def _meet(self) -> None:
         """What only one stage knows, at the end of a run, to all."""
         crew, optimizers = self.pipe.crew, self.pipe.optimizers
+        self.norms = {}
         if self.rounds.agreeing:
             norms = crew.told([*self.rounds.norms.items()], crew.placement[0])
-            self.rounds.settle(self.engine.acting.stages, {int(turn): norm for turn, norm in norms})
+            self.norms = {int(turn): norm for turn, norm in norms}
+            self.rounds.settle(self.engine.acting.stages, self.norms)
         self.engine.weights.end()
         if optimizers.fp16:
             optimizers.scale, optimizers.good = crew.tell([optimizers.scale, optimizers.good])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.app.config import Config, DigitsSource, GivenModel, GivenSource, GPTModel
 from penstock.app.data import Batch, Data, GivenData, TextData, built_in_text, digits, read_text
 from penstock.app.named import called, named
+from penstock.app.nesterov import OPTIMIZERS
 from penstock.app.pipeline import Pipeline
 from penstock.errors import FormatError
 from penstock.model import tree
@@ -86,7 +87,8 @@ class Task:
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
         section = self.config.optimizer
-        made: torch.optim.Optimizer = getattr(torch.optim, section.name)(params, **section.arguments)
+        kind = OPTIMIZERS[section.name] if section.name in OPTIMIZERS else getattr(torch.optim, section.name)
+        made: torch.optim.Optimizer = kind(params, **section.arguments)
         return made
 
     @property
@@ -106,7 +108,7 @@ class Task:
     def _typed(self, value: Any) -> Any:
         return tree.replace(value, lambda t: t.double() if t.is_floating_point() else t) if self.double else value
 
-    def pipeline(self, optimizer: Callable[..., torch.optim.Optimizer] | None = None) -> Pipeline:
+    def pipeline(self, optimizer: Callable[..., torch.optim.Optimizer] | None = None, verify: bool = True) -> Pipeline:
         """The pipeline, its example one micro-batch."""
         section, (inputs, target) = self.config.pipeline, next(self.batches(0, 1))
         rows = rows_of(as_call(inputs), target)
@@ -126,5 +128,7 @@ class Task:
             loss=self.loss,
             optimizer=optimizer or self.optimizer,
             lr_scheduler=self.scheduler,
+            verify=verify,
             **optional,
+            **section.options,
         )

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from penstock.app.footprint import peak, resident
+from penstock.app.keep import Keep
 from penstock.app.outcome import Outcome, table
 from penstock.app.pipeline import Pipeline
 from penstock.app.plain_runs import plain_runs, thread_counts
@@ -22,6 +23,8 @@ from penstock.app.progress import progress
 from penstock.app.start import Request, as_worker, rank
 from penstock.app.task import Task
 from penstock.app.traffic import traffic
+from penstock.core.timeline import Timeline
+from penstock.engine.clock import Clock, RunClock
 from penstock.errors import InputError
 
 PREDICT_FROM = 3  # steps: one that warms up, one to predict from, one that is predicted
@@ -32,7 +35,7 @@ def train(request: Request) -> int:
     told: TextIO = sys.stderr if request.flags.get("json") else sys.stdout
     first = rank() == 0
     task = request.task()
-    _require_writable(task.config.training.report)
+    require_writable(task.config.training.report)
     outcome = run(task, told if first else None)
     if first:
         outcome = _beside_plain(outcome, request, task, told)
@@ -48,7 +51,7 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
     pipe = task.pipeline()
     begun = _resumed(pipe, settings.resume, settings.steps)
     left = settings.steps - begun
-    losses, seconds = [], []
+    losses, seconds, kept = [], [], Keep(pipe, settings.checkpoint, settings.checkpoint_every, settings.steps)
     with progress(left, settings.log_every, out) as show:
         clock = perf_counter()
         for step in pipe.train(task.batches(begun, left)):
@@ -56,9 +59,9 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
             seconds.append(now - clock)
             losses.append(step.loss)
             show(len(losses), step.loss)
-            _keep(pipe, task, begun + len(losses))
+            kept.after(begun + len(losses))
             clock = perf_counter()
-    seen = pipe.measured() if pipe.clock is not None and losses else None
+    seen = pipe.measured() if isinstance(pipe.clock, Clock) and losses else None
     whole = pipe.crew.world.gather(str(max(0, peak() - before)).encode())
     return Outcome(
         losses,
@@ -66,7 +69,7 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
         [int(memory) for memory in whole] if seen is None else [int(rank.measured) for rank in seen.memory()],
         traffic(pipe, settings.batch),
         torch.get_num_threads(),
-        None if seen is None else seen.timeline(),
+        last_run(pipe) if seen is None else seen.timeline(),
         None if seen is None or len(losses) < PREDICT_FROM else seen.predicted(),
     )
 
@@ -81,13 +84,14 @@ def _resumed(pipe: Pipeline, path: str | None, steps: int) -> int:
     return pipe.index
 
 
-def _keep(pipe: Pipeline, task: Task, done: int) -> None:
-    """Write a checkpoint when it is time to, and at the end."""
-    settings = task.config.training
-    if settings.checkpoint is None:
-        return
-    if done == settings.steps or (settings.checkpoint_every and done % settings.checkpoint_every == 0):
-        pipe.save(str(Path(settings.checkpoint) / f"step-{done}"))
+def last_run(pipe: Pipeline) -> Timeline | None:
+    """The last run without a flush; None where all steps had one, or where it was too long to keep. Every rank asks."""
+    clock = pipe.clock
+    if not isinstance(clock, RunClock):
+        return None
+    pipe.settle()
+    whole = pipe.crew.world.gather(b"" if clock.last is None else b"whole")
+    return pipe.timeline() if all(whole) else None
 
 
 def _beside_plain(outcome: Outcome, request: Request, task: Task, told: TextIO) -> Outcome:
@@ -119,7 +123,7 @@ def _close(outcome: Outcome, task: Task, told: TextIO) -> None:
         console.print(f"wrote {report}", highlight=False, soft_wrap=True)
 
 
-def _require_writable(path: str | None) -> None:
+def require_writable(path: str | None, what: str = "a report") -> None:
     """Found out before the training, not after it."""
     if path is None:
         return
@@ -128,7 +132,7 @@ def _require_writable(path: str | None) -> None:
         with Path(path).open("a", encoding="utf-8"):
             pass
     except OSError as error:
-        raise InputError("a report that can be written", f"{path}: {error.strerror}", "change the path") from None
+        raise InputError(f"{what} that can be written", f"{path}: {error.strerror}", "change the path") from None
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from penstock.app.plain import Plain
 from penstock.app.start import Request, as_worker, rank
 from penstock.app.task import Task
 from penstock.errors import InputError
+from penstock.schedules.registry import find
 
 # Of each tensor's norm. In single precision rounding grows: AdamW's first steps are as long for a gradient that is all
 # rounding as for any other. In double nothing but a fault comes near the bound.
@@ -58,6 +59,7 @@ def verify(request: Request) -> int:
 
 def compare(task: Task, steps: int) -> Verdict:
     """Train both for some steps. Every rank gets the same verdict."""
+    refuse_asynchronous(task.config.pipeline.schedule)
     kind = _kind(task)
     plain = Plain(task)
     _refuse_random(task, plain)
@@ -91,6 +93,16 @@ def _kind(task: Task) -> str:
         came, advice = "fp16, whose scale skips updates", "leave --as-trained or pipeline.precision out"
         raise InputError("float32 or bf16 to compare", came, advice)
     return "double" if task.double else task.precision or "float32"
+
+
+def refuse_asynchronous(schedule: str) -> None:
+    """Before any worker is started."""
+    if find(schedule).asynchronous:
+        raise InputError(
+            "a synchronous schedule to verify, which trains as one plain process does",
+            f"{schedule!r}, whose weights are stale on purpose",
+            "verify 1f1b of the same stages, and see what staleness does by penstock compare",
+        )
 
 
 def _refuse_random(task: Task, plain: Plain) -> None:

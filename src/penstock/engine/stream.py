@@ -30,6 +30,9 @@ class Updates(Protocol):
     def before(self, stage: Stage, job: Job, version: int) -> None:
         """A forward is about to run."""
 
+    def gather(self, stage: Stage, job: Job) -> None:
+        """Gradients are about to be made."""
+
     def close(self, stage: Stage, job: Job) -> None:
         """The last gradient of a round is there; nothing of that backward has been sent on yet."""
 
@@ -85,6 +88,8 @@ class Streaming:
         job, stage = self.acting.jobs[row.microbatch], self.acting.stages[row.stage]
         if row.op in (Op.F, Op.FB):
             self.updates.before(stage, job, row.version)
+        else:
+            self.updates.gather(stage, job)
         with self.weights.at(row.op, row.stage, row.microbatch, row.version):
             self.acting.act(row.op, row.stage, row.microbatch)
         if row.op is Op.F and stage.last:

@@ -78,13 +78,15 @@ class Versions:
         """Make what `steps`, taken `key.ahead` times, would make of a version, unless it is there."""
         if key not in self.data:
             made = self._copy(self.data[Key(key.version)])
-            torch._foreach_add_(made, steps, alpha=key.ahead)
+            if made:
+                torch._foreach_add_(made, steps, alpha=key.ahead)
             self.data[key] = made
 
     def restart(self) -> None:
-        """The newest version becomes version 0; nothing else may be in use."""
+        """The newest version, or what somebody has put in its place since, becomes version 0; nothing else may be in
+        use."""
         self.show_newest()
-        kept = self.data[self.shown]
+        kept = [parameter.data for parameter in self.parameters]
         self.newest, self.shown, self.data, self.spare = 0, Key(0), {Key(0): kept}, []
         self.uses.clear()
 
@@ -96,5 +98,6 @@ class Versions:
 
     def _copy(self, tensors: list[Tensor]) -> list[Tensor]:
         made = self.spare.pop() if self.spare else [torch.empty_like(tensor) for tensor in tensors]
-        torch._foreach_copy_(made, tensors)
+        if made:  # a stage may be without weights of its own
+            torch._foreach_copy_(made, tensors)
         return made

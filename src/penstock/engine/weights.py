@@ -81,6 +81,7 @@ class Weights:
         self.next = dict.fromkeys(self.own, 0)  # the micro-batch that each stage runs forward next
         self.total: int | None = None  # micro-batches in all, as soon as that is known
         self.live: dict[tuple[int, int], list[Key]] = {}
+        self.level = False  # a mini-batch by itself: its backward finds the very weights of its forward
         for held in self._every():
             held.seen = 0
             held.versions.restart()
@@ -199,7 +200,7 @@ class Weights:
     @contextmanager
     def _corrected(self, stage: int) -> Iterator[None]:
         """PipeMare's T2: backward weights w - tau * delta."""
-        bent = [held for held in self.held[stage] if held.drift is not None]
+        bent = [held for held in self.held[stage] if held.drift is not None and not self.level]
         for held in bent:
             assert held.drift is not None
             held.versions.show_these(held.drift.corrected(held.versions.data[held.versions.shown]))

@@ -3,13 +3,14 @@
 For training whose backward uses other weights than its forward. A weight itself, a view of it and a cast of it are kept
 as a recipe and made anew from `.data` as it then is. A weight that other operations were done to (`exp`, weight_norm,
 `.contiguous()`) is a copy whose making cannot be repeated here, and a user's own checkpoint hides what it saves: both
-are refused by name. A copy that a custom Function makes inside itself cannot be seen.
+are refused by name.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,94 +19,129 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import SplitError
-from penstock.model.offload import to_device, to_host, within
+from penstock.model.offload import to_device, to_host
+from penstock.model.origins import Made, Origins
+from penstock.model.view_steps import CAST, parameter_of, steps_to
 from penstock.model.walk import users_line
 
 Recipe = Callable[[], torch.Tensor]
 
-CAST = "ToCopyBackward0"
 VIEWS = frozenset(
     f"{name}Backward{number}"
     for name in (
         "T", "Transpose", "Permute", "View", "ReshapeAlias", "UnsafeView", "Expand", "AsStrided", "Slice", "Select",
         "Squeeze", "Unsqueeze", "Split", "SplitWithSizes", "Unbind", "Alias", "Narrow", "Chunk", "Detach", "Numpy_t",
+        "ViewAsReal", "ViewAsComplex", "Conj", "Diagonal", "Unfold", "Swapaxes", "Movedim",
     )
     for number in (0, 1, 2)
 )  # fmt: skip
-# Functions of their tensors alone: what they make of weights is nothing but weights. Indexing by data is none.
+# Functions that make weights of weights. What else is made of weights alone (a lookup, a layer on learned queries) is
+# rather what activations begin with, and those are the forward's own.
 PURE = frozenset(
     f"{name}Backward{number}"
     for name in (
-        "Exp", "Log", "Log1P", "Clone", "Mul", "Div", "Pow", "Sqrt", "Rsqrt", "Softplus", "Tanh", "Sigmoid", "Softmax",
-        "Sub", "Add", "Neg", "Abs", "Sum", "Mean", "Cat", "Stack", "Where", "Clamp", "Relu", "Mm", "Mv", "Dot",
-        "WeightNormInterface", "LinalgVectorNorm", "Norm", "Sin", "Cos", "Square", "LinalgQr", "Tril", "Triu",
+        "Exp", "Exp2", "Expm1", "Log", "Log1P", "Log2", "Clone", "Copy", "Repeat", "Flip", "Roll", "Mul", "Div", "Pow",
+        "Sqrt", "Rsqrt", "Reciprocal", "Softplus", "Tanh", "Sigmoid", "LogSigmoid", "Softmax", "LogSoftmax", "Silu",
+        "Gelu", "Elu", "LeakyRelu", "Relu", "Hardtanh", "Clamp", "Maximum", "Minimum", "Sub", "Rsub", "Add", "Neg",
+        "Abs", "Sign", "Sgn", "Round", "Floor", "Sin", "Cos", "Square", "Lerp", "Addcmul", "Addcdiv", "Sum", "Mean",
+        "Std", "Var", "Prod", "Cumsum", "Cat", "Stack", "Where", "Tril", "Triu", "MaskedFill", "Mm", "Mv", "Dot",
+        "Vdot", "Bmm", "WeightNormInterface", "LinalgVectorNorm", "Norm", "LinalgQr", "LinalgMatrixExp",
+        "LinalgHouseholderProduct", "LinalgInvEx", "LinalgSolveEx", "FftR2C", "FftC2R", "FftC2C",
     )
-    for number in (0, 1, 2)
+    for number in (0, 1, 2, 3)
 )  # fmt: skip
 
 
 class Reweigh:
-    """Makes the recipes of one stage."""
+    """Makes the recipes of one stage. `constants` are the model's buffers."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], keep_on_host: bool = False) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        keep_on_host: bool = False,
+        constants: Iterable[torch.Tensor] = (),
+    ) -> None:
         self.names = {parameter: name for name, parameter in named}
-        self.keep_on_host = keep_on_host
+        self.keep_on_host, self.constants = keep_on_host, list(constants)
+        self.looked_at: dict[int, object] = {}  # ways through the model, by their identity
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Around a forward."""
-        owners = {p.untyped_storage().data_ptr(): p for p in self.names if p.numel()}
+    def saving(self, path: object) -> Iterator[None]:
+        """Around a forward. The first one on a path is looked at: whether it derives weights from weights."""
+        owners: dict[int, list[nn.Parameter]] = {}
+        for parameter in self.names:
+            if parameter.numel():
+                owners.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+        origins = None if id(path) in self.looked_at else Origins(self.names, self.constants)
 
         def pack(tensor: torch.Tensor) -> Recipe:
             with torch._C.DisableTorchFunction():  # a walk would take these for functions that the model calls
-                return self._recipe(tensor, owners)
+                return self._recipe(tensor, owners, origins)
 
         def unpack(recipe: Any) -> torch.Tensor:
             with torch._C.DisableTorchFunction():
                 return recipe()  # type: ignore[no-any-return]
 
-        with saved_tensors_hooks(pack, unpack), _without_checkpoints():
+        with saved_tensors_hooks(pack, unpack), _without_checkpoints(), origins or nullcontext():
             yield
+        self.looked_at[id(path)] = path
 
-    def _recipe(self, tensor: torch.Tensor, owners: dict[int, nn.Parameter]) -> Recipe:
+    def _recipe(self, tensor: torch.Tensor, owners: dict[int, list[nn.Parameter]], origins: Origins | None) -> Recipe:
         if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
             return lambda: tensor
-        owner = owners.get(tensor.untyped_storage().data_ptr())
-        if owner is not None and owner.dtype is tensor.dtype and within(tensor, owner):
-            offset, size, stride = tensor.storage_offset() - owner.storage_offset(), tensor.size(), tensor.stride()
-            return lambda: owner.detach().as_strided(size, stride, owner.storage_offset() + offset)
+        first, last = _span(tensor)
+        for owner in owners.get(tensor.untyped_storage().data_ptr(), ()):
+            begin, end = _span(owner)
+            if begin <= first and last <= end:
+                return self._view(tensor, owner)
         made = self._cast(tensor)
         if made is not None:
             return made
-        self._refuse_derived(tensor)
+        if origins is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            self._refuse_derived(tensor, origins.of(tensor))
         if self.keep_on_host:
             kept, device = to_host(tensor), tensor.device
             return lambda: to_device(kept, device)
         return lambda: tensor
 
-    def _cast(self, tensor: torch.Tensor) -> Recipe | None:
-        """Of a weight in another type, or a view of that."""
-        node = tensor.grad_fn
-        while node is not None and node.name() in VIEWS:
-            node = node.next_functions[0][0]
-        if node is None or node.name() != CAST:
-            return None
-        owner = _parameter(node.next_functions[0][0])
-        if owner is None or owner not in self.names:
-            return None
-        size, stride, offset, dtype = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
-        return lambda: owner.detach().to(dtype).as_strided(size, stride, offset)
+    def _view(self, tensor: torch.Tensor, owner: nn.Parameter) -> Recipe:
+        """Of a weight: the same place in whatever its `.data` then is."""
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        conjugate, negative = tensor.is_conj(), tensor.is_neg()
+        turned = conjugate or negative
+        if (size, stride, dtype, turned) == (owner.size(), owner.stride(), owner.dtype, False):
+            return lambda: owner.detach()
+        if torch._debug_has_internal_overlap(owner) != 0:  # other versions of it are laid out in another way
+            raise self._refusal("a view of a weight with gaps", [self.names[owner]])
+        offset = _span(tensor)[0] - _span(owner)[0]
 
-    def _refuse_derived(self, tensor: torch.Tensor) -> None:
-        sources = _sources(tensor.grad_fn, tensor.numel())
-        names = sorted({self.names[source] for source in sources if source in self.names}) if sources else []
-        if names:
-            assert tensor.grad_fn is not None
-            raise SplitError(
-                "weights that operators use as they are, as views or as casts: the backward is given other ones",
-                f"{tensor.grad_fn.name().rstrip('0123456789').removesuffix('Backward')} of {', '.join(names)}",
-                "use a schedule whose backward sees the forward's weights: pipedream or 2bw",
-            )
+        def again() -> torch.Tensor:
+            now = owner.detach()
+            start = (_span(now)[0] + offset) // dtype.itemsize
+            made = torch.empty(0, dtype=dtype, device=now.device).set_(now.untyped_storage(), start, size, stride)
+            made = made.conj() if conjugate else made
+            return torch._neg_view(made) if negative else made
+
+        return again
+
+    def _cast(self, tensor: torch.Tensor) -> Recipe | None:
+        """Of a weight in another type, or of a view of it, or a view of that."""
+        found = steps_to(tensor)
+        if found is None or found[0] not in self.names:
+            return None
+        owner, steps = found
+        return lambda: functools.reduce(lambda made, step: step(made), steps, owner.detach())
+
+    def _refuse_derived(self, tensor: torch.Tensor, made: Made | None) -> None:
+        if made is not None and made.weights and (_derives(tensor.grad_fn) if tensor.grad_fn else _pure(made.by)):
+            raise self._refusal(made.by, sorted(self.names[weight] for weight in made.weights))
+
+    def _refusal(self, what: str, names: list[str]) -> SplitError:
+        return SplitError(
+            "weights that operators use as they are, as views or as casts: the backward is given other ones",
+            f"{what} of {', '.join(names)}",
+            "use a schedule whose backward sees the forward's weights: pipedream or 2bw",
+        )
 
 
 class _Refused:
@@ -133,28 +169,28 @@ def _without_checkpoints() -> Iterator[None]:
         torchs._checkpoint_hook, torchs.CheckpointFunction = before  # type: ignore[misc]
 
 
-def _parameter(node: Any) -> nn.Parameter | None:
-    found = getattr(node, "variable", None)
-    return found if isinstance(found, nn.Parameter) else None
-
-
-def _sources(node: Any, numbers: int) -> set[nn.Parameter]:
-    """The parameters that a tensor of so many numbers was made of, where it was made of nothing else."""
-    found: set[nn.Parameter] = set()
-    left, seen, unsure = [node] if node is not None else [], set(), False
+def _derives(node: Any) -> bool:
+    """Whether all that led from weights to a tensor were functions that make weights of weights."""
+    left, seen = [node], set()
     while left:
         at = left.pop()
-        if at in seen:
+        if at in seen or parameter_of(at) is not None:
             continue
         seen.add(at)
-        parameter = _parameter(at)
-        if parameter is not None:
-            found.add(parameter)
-            continue
         if at.name() not in VIEWS and at.name() != CAST and at.name() not in PURE:
-            return set()
-        for before, _ in at.next_functions:
-            unsure = unsure or before is None  # a plain number, or data
-            left += [] if before is None else [before]
-    # Data has rows: what is made of it is larger than a weight.
-    return set() if unsure and numbers > max((p.numel() for p in found), default=0) else found
+            return False
+        left += [before for before, _ in at.next_functions if before is not None]
+    return True
+
+
+def _pure(operation: str) -> bool:
+    """The same of an operation that autograd has not seen, inside a Function or where gradients are off."""
+    node = "".join(part.capitalize() for part in operation.strip("_").split("_")) + "Backward0"
+    return node in PURE or node == CAST
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor lies in."""
+    first = tensor.storage_offset() * tensor.element_size()
+    numbers = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return int(first), int(first + numbers * tensor.element_size())

@@ -20,6 +20,7 @@ from torch import nn
 from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.allowed import refusal
+from penstock.model.chain import Chain
 from penstock.model.cuts import balanced, hooks_of, open_enough, open_for, starts_of
 from penstock.model.flags import flags_of
 from penstock.model.record import trace
@@ -29,6 +30,14 @@ from penstock.model.trace import Trace
 from penstock.model.walk import Layout
 
 MANY = 4096  # sizes of inputs to remember
+
+
+class Outlook(NamedTuple):
+    """What of a model decides its path: modes, flags, and numbers, which rarely do."""
+
+    modes: tuple[bool, ...]
+    flags: tuple[Any, ...]
+    numbers: tuple[Any, ...]
 
 
 class Kind(NamedTuple):
@@ -50,11 +59,31 @@ class Path:
     changed: tuple[frozenset[int], ...]  # by stage: incoming values that it changes in place
     sizes: dict[Any, Passage] = field(default_factory=dict)  # of inputs known to take it, and what was then told
     states: dict[int, State] = field(default_factory=dict)  # of the modules that each stage runs
+    calls: dict[int, bool] = field(default_factory=dict)  # which stages are one call and nothing else
     numbers: set[Any] = field(default_factory=set)  # on open modules, with which inputs are known to take it
 
     def span(self, stage: int) -> tuple[int, int]:
         ends = (*self.starts[1:], len(self.trace.events))
         return self.starts[stage], ends[stage]
+
+    def is_one_call(self, stage: int) -> bool:
+        """Whether a stage is one call and nothing else, from one tensor to one tensor."""
+        known = self.calls.get(stage)
+        if known is None:
+            known = self.calls[stage] = self._looks_like_one_call(stage)
+        return known
+
+    def _looks_like_one_call(self, stage: int) -> bool:
+        first, last = self.span(stage)
+        if (first, last) != (stage, stage + 1) or self.changed[stage] or self.trace.inputs:
+            return False
+        event = self.trace.events[first]
+        given = tuple(self.incoming[stage]) == (self.trace.events[stage - 1].makes if stage else ())
+        given = given and all(type(result) is torch.Tensor for result in self.trace.results[max(stage - 1, 0) : last])
+        plain = event.atom and not event.changes and not event.talks and not event.buffers and event.region is None
+        alone = not self.trace.sides and not self.trace.withheld and not self.trace.buffers
+        ends = stage < len(self.starts) - 1 or self.trace.returned == event.makes
+        return given and plain and alone and ends and len(event.makes) == 1
 
     def noted(self, kind: Kind, told: Passage) -> Path:
         if max(len(self.sizes), len(self.numbers)) >= MANY:
@@ -76,7 +105,7 @@ class Path:
                 found[source][stage] = (*found[source].get(stage, ()), value)
         return found
 
-    @property
+    @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
         return tuple(sorted((source, stage) for source, readers in enumerate(self.routes) for stage in readers))
 
@@ -113,16 +142,21 @@ class Split:
             seen = trace(self.layout, args, kwargs)
         self.paths: dict[Any, list[Path]] = {}
         seen = self._settled(seen, args, kwargs)
-        self.first = self._learn(seen, self._kind(args, kwargs))  # the example's path
+        self.first = self._learn(seen, self._kind(args, kwargs, self.outlook()))  # the example's path
         self.owner = self._owners(self.first)
         chain = {(stage, stage + 1) for stage in range(pieces - 1)}
         # stages that exchange data on the example's path, and neighbours in any case
         self.edges = tuple(sorted(chain | set(self.first.edges)))
 
-    def path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path:
-        """The path that these inputs take."""
+    def outlook(self) -> Outlook:
+        """What the model itself says of its path, whatever the inputs; a model that has got hooks is refused."""
         self._refuse_hooks()
-        kind = self._kind(args, kwargs)
+        modes = (torch.is_grad_enabled(), *[module.training for module in self.layout.modules])
+        return Outlook(modes, *flags_of(self.layout.open))
+
+    def path(self, args: tuple[Any, ...], kwargs: dict[str, Any], outlook: Outlook | None = None) -> Path:
+        """The path that these inputs take. An outlook serves for inputs between which nobody changes the model."""
+        kind = self._kind(args, kwargs, outlook or self.outlook())
         for path in self.paths.get(kind.marks, ()):
             if self._takes(path, kind, args, kwargs):
                 return path.noted(kind, Passage())
@@ -213,6 +247,8 @@ class Split:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> tuple[dict[int, torch.Tensor], Any]:
         """One stage's part of a forward: the values later stages need, and on the last stage the model's result."""
+        if path.is_one_call(stage) and isinstance(self.model, Chain):
+            return self._called_alone(path, stage, received, passage, args, kwargs, around)
         replay = Replay(self.layout, path.trace, path.span(stage), received, path.outgoing[stage], passage, around)
         try:
             result = replay.run(args, kwargs)
@@ -220,6 +256,30 @@ class Split:
             self.forget(path)
             raise
         return replay.made, result
+
+    def _called_alone(
+        self,
+        path: Path,
+        stage: int,
+        received: dict[int, torch.Tensor],
+        passage: Passage,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: Callable[[], AbstractContextManager[Any]],
+    ) -> tuple[dict[int, torch.Tensor], Any]:
+        """A stage module that the user made, from one tensor to one tensor: no code around it has to run."""
+        (made,) = path.trace.events[stage].makes
+        assert isinstance(self.model, Chain)
+        module = self.model.stages[stage]
+        with around():
+            result = module(*received.values()) if stage else module(*args, **kwargs)
+        if type(result) is not torch.Tensor:
+            self.forget(path)
+            raise PathChangedError(f"a {type(result).__name__} of stage {stage}, where its trace gave a tensor")
+        if path.trace.values[made].asked:
+            passage.shapes[made] = (tuple(result.shape), result.dtype)
+        wanted = made in path.outgoing[stage]
+        return {made: result} if wanted else {}, None if wanted else result
 
     def parameters(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters a stage owns, by the model's own names; a tied one belongs to the first stage that uses it."""
@@ -306,12 +366,10 @@ class Split:
         """The name under which walks know a module that has several."""
         return str(self.layout.names[id(self.model.get_submodule(name))])
 
-    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
-        modes = (torch.is_grad_enabled(), *[module.training for module in self.layout.modules])
-        flags, numbers = flags_of(self.layout.open)
+    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], outlook: Outlook) -> Kind:
         sizes: list[Any] = []
-        marks = (modes, flags, _mark((args, kwargs), sizes))
-        return Kind(marks, tuple(sizes), numbers)
+        marks = (outlook.modes, outlook.flags, _mark((args, kwargs), sizes))
+        return Kind(marks, tuple(sizes), outlook.numbers)
 
     def _refuse_hooks(self) -> None:
         for module in self.layout.open:

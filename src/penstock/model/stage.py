@@ -122,7 +122,7 @@ class Stage:
             self.kept[job.number] = _Inputs(self._parked(received), self._state(job).save(), split_backward)
             _, made, result = self._record(job, received, split_backward=False)
         else:
-            with self._saving():
+            with self._saving(job):
                 self.kept[job.number], made, result = self._record(job, received, split_backward)
         return {value: tensor.detach() for value, tensor in made.items()}, _detached(result)
 
@@ -192,7 +192,7 @@ class Stage:
     def _record_again(self, job: Job, kept: _Inputs) -> _Graph:
         """A forward that was counted already: norms do not gather, and modules keep what they kept the first time."""
         received = {value: to_device(tensor, self.settings.device) for value, tensor in kept.received.items()}
-        with self.norms.looking_away(), self._state(job).as_they_were(kept.state), self._saving():
+        with self.norms.looking_away(), self._state(job).as_they_were(kept.state), self._saving(job):
             return self._record(job, received, kept.split_backward)[0]
 
     def _run(self, job: Job, values: Values, queue: WeightQueue | None = None) -> tuple[Values, Any]:
@@ -205,9 +205,9 @@ class Stage:
             made, result = self.split.run(job.path, self.index, fed, job.passage, job.args, job.kwargs, defer)
             return made, job.finish(result) if self.last else None
 
-    def _saving(self) -> contextlib.AbstractContextManager[Any]:
+    def _saving(self, job: Job) -> contextlib.AbstractContextManager[Any]:
         if self.reweigh is not None:
-            return self.reweigh.saving()
+            return self.reweigh.saving(job.path)
         if not self.settings.offload:
             return contextlib.nullcontext()
         return saving(self.settings.offload, self.parameters)

@@ -10,7 +10,7 @@ from penstock.reports.palette import FILLS, KIND_FILLS, ink, shade
 
 CHUNKS = 8  # shades that the style sheet knows; later chunks share the last
 
-_SHEET = """
+SHEET = """
 text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; fill: #1f2630 }
 .ground { fill: #ffffff } .idle { fill: #eef1f5 } .tick { stroke: #10151c; stroke-opacity: .1 }
 .name { font-size: 15px; font-weight: 600 } .label { font-weight: 600 }
@@ -69,7 +69,7 @@ def box_class(op: Op, chunk: int, chunks: int) -> str:
 
 def style() -> str:
     """The style sheet, with a class for every operation in every shade: 0 an only chunk, 1 the first to 7 the last."""
-    rules = [_SHEET]
+    rules = [SHEET]
     for op in FILLS:
         for step in range(CHUNKS):
             fill = shade(op, max(step - 1, 0), CHUNKS - 1)

@@ -1,0 +1,121 @@
+"""What `penstock compare` found: one row a method, as a table, as JSON, and as lines to draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+from rich.table import Table
+
+from penstock.app.compare_memory import KINDS
+from penstock.app.compare_methods import Method
+from penstock.app.compare_run import DIVERGED, plural
+from penstock.reports.describe import number, percent, seconds
+from penstock.reports.loss_chart import LossCurve, loss_chart
+from penstock.reports.table_page import table_page
+
+MIB = 1 << 20
+HEADS = ("method", "samples/s", "busy", *KINDS, "in all", "loss", "time")
+WIDTH = 132  # of a table that goes to no terminal
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method. Where `note` says why, there are no figures; losses and moments are as many as there were."""
+
+    method: Method
+    losses: list[float]
+    seconds: list[float]  # from the begin, at which each mini-batch was done
+    pace: float | None = None  # seconds of a mini-batch in the steady state
+    utilisation: float | None = None
+    memory: dict[str, float] = field(default_factory=dict)  # bytes on the fullest rank, by kind
+    note: str | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of the last tenth of the mini-batches."""
+        return mean(self.losses[-max(1, len(self.losses) // 10) :]) if self.losses and self.note is None else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows, and what all of them have in common."""
+
+    rows: list[Row]
+    clock: str  # how times were come by, in short: measured, or simulated
+    how: str  # the same in full
+    stages: int
+    microbatches: int
+    batch: int  # samples of a mini-batch
+    steps: int
+
+    @property
+    def title(self) -> str:
+        count = "one stage" if self.stages == 1 else f"{self.stages} stages"
+        parts = f"{count}, mini-batches of {self.batch} in {plural(self.microbatches, 'micro-batch')}"
+        return f"{parts}, {self.steps * self.batch:,} samples"
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"{row.method.name}: {row.note}" for row in self.rows if row.note is not None]
+
+    def cells(self, row: Row) -> list[str]:
+        """Of the table: memory in MiB."""
+        if row.note is not None:
+            came = DIVERGED if row.note.startswith(DIVERGED) else "not run"
+            return [row.method.name, *("-" for _ in HEADS[1:-2]), came, "-"]
+        assert row.pace is not None
+        memory = [row.memory[kind] for kind in KINDS]
+        return [
+            row.method.name,
+            number(self.batch / row.pace) if row.pace > 0 else "-",
+            "-" if row.utilisation is None else percent(row.utilisation),
+            *(number(held / MIB) if held >= MIB / 1000 else "0" for held in (*memory, sum(memory))),
+            _loss(row.loss),
+            seconds(row.seconds[-1]),
+        ]
+
+    def table(self) -> Table:
+        found = Table(*HEADS, box=None, pad_edge=False)
+        for column in found.columns[1:]:
+            column.justify = "right"
+        for row in self.rows:
+            found.add_row(*self.cells(row))
+        return found
+
+    def said(self) -> list[str]:
+        """What stands around the table."""
+        return [self.how, "memory in MiB, of the fullest rank; loss: mean of the last tenth of the run", *self.notes]
+
+    def svg(self) -> str:
+        return loss_chart([self._curve(row) for row in self.rows], self.title, self.clock)
+
+    def html(self) -> str:
+        return table_page(self.title, self.said(), HEADS, [self.cells(row) for row in self.rows], [self.svg()])
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {name: getattr(self, name) for name in ("clock", "how", "stages", "microbatches", "batch", "steps")}
+        return plain | {"samples": self.steps * self.batch, "methods": [self._json(row) for row in self.rows]}
+
+    def _json(self, row: Row) -> dict[str, Any]:
+        return {
+            "name": row.method.name,
+            "schedule": row.method.schedule,
+            "options": row.method.options,
+            "note": row.note,
+            "samples_per_second": self.batch / row.pace if row.pace else None,
+            "utilisation": row.utilisation,
+            "memory": row.memory,
+            "final_loss": row.loss,
+            "losses": row.losses,
+            "seconds": row.seconds,
+        }
+
+    def _curve(self, row: Row) -> LossCurve:
+        samples = [self.batch * (at + 1) for at in range(len(row.losses))]
+        return LossCurve(row.method.name, samples, row.seconds, row.losses)
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
