@@ -23,7 +23,7 @@ from penstock.simulator.simulate import simulate_costs
 
 TRANSFER = 0.1
 SYNCHRONOUS = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
-LONG = 6  # times the stages: mini-batches of a run that is seen steady
+LONG = 3  # times the stages: mini-batches of a run that is seen steady
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ class Foreign:
         ({"stages": 0}, "stages to be a whole number of at least 1"),
         ({"stages": None}, "stages, cuts or a list of stage modules, but got none"),
         ({"stages": 40}, "at most .* stages"),
-        ({"schedule": "pipedream"}, "a synchronous schedule of one mini-batch"),
+        ({"schedule": "pipedream", "optimizer": None}, "an optimizer under an asynchronous schedule, but got none"),
         ({"schedule": "1f2b"}, "the name of a method, but got '1f2b'; try 1f1b"),
         ({"schedule": schedule("1f1b", stages=3, microbatches=4)}, "a schedule of 2 stages, but got 3"),
         ({"schedule": schedule("1f1b", stages=2, microbatches=8)}, "a schedule of 4 micro-batches, but got 8"),

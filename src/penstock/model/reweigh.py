@@ -64,6 +64,8 @@ class Reweigh:
         self.names = {parameter: name for name, parameter in named}
         self.keep_on_host, self.constants = keep_on_host, list(constants)
         self.looked_at: dict[int, object] = {}  # ways through the model, by their identity
+        # cuDNN's recurrent layers work on a copy of all their weights in one: torch's own do not.
+        self.recurrent = any(p.is_cuda and ".weight_ih_l" in f".{name}" for p, name in self.names.items())
 
     @contextmanager
     def saving(self, path: object) -> Iterator[None]:
@@ -82,7 +84,8 @@ class Reweigh:
             with torch._C.DisableTorchFunction():
                 return recipe()  # type: ignore[no-any-return]
 
-        with saved_tensors_hooks(pack, unpack), _without_checkpoints(), origins or nullcontext():
+        plain = torch.backends.cudnn.flags(enabled=False) if self.recurrent else nullcontext()
+        with saved_tensors_hooks(pack, unpack), _without_checkpoints(), origins or nullcontext(), plain:
             yield
         self.looked_at[id(path)] = path
 
