@@ -102,8 +102,8 @@ def _on_preset(where: str, table: dict[str, Any]) -> dict[str, Any]:
     if name not in PRESETS:
         raise FormatError(f"{where}: preset", f"one of {', '.join(PRESETS)}", repr(name), "choose one of them")
     base = PRESETS[name]
-    joined = {key: base[key] | table[key] for key in ("inside", "between") if key in base and key in table}
-    return {**base, **table, **joined}
+    links = {key: {**base.get(key, {}), **table[key]} for key in table if key in ("inside", "between")}
+    return {**base, **table, **links}
 
 
 def _level(where: str, name: str, size: int, link: dict[str, Any]) -> Level:

@@ -6,7 +6,8 @@
 Times are milliseconds, sizes bytes; a list of sizes counts as its sum; ` -- stage_id=K` may end a node's line and is
 left aside. A node that nothing feeds and whose name begins with "input" is data: it costs nothing, whatever is written.
 The files know one backward time: all of it becomes the input gradient's, since no split of it was measured. What a
-layer hands on is taken for what it keeps until its backward, as the planners that came with the files do.
+layer hands on is taken for what it keeps until its backward, as the planners that came with the files do; a node whose
+forward takes no time is a view of another's output and keeps nothing.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ def from_text_profile(text: str, where: str = "text profile", samples: int = 1) 
             _take(graph, number, line)
     if not graph.names:
         raise FormatError(where, "a graph with at least one node", "none", f"write nodes as {NODE_LINE}")
-    for (a, b), line in graph.edges.items():
-        for end in (a, b):
+    for ends, number in graph.edges.items():
+        for end in ends:
             if end not in graph.names:
-                raise graph.fault(line, "an edge between nodes of this file", end, "add the node or drop the edge")
+                raise graph.fault(number, "an edge between nodes of this file", end, "add the node or drop the edge")
     order = _ordered(graph)
     fed = {b for _, b in graph.edges}
     place = {node: at for at, node in enumerate(order)}
@@ -157,6 +158,6 @@ def _layer(graph: _Graph, node: str, fed: bool) -> Layer:
         backward / 1000,
         0.0,
         output_bytes=activation,
-        kept_bytes=activation,
+        kept_bytes=activation if forward else 0.0,
         parameter_bytes=parameters,
     )
