@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,7 @@ from penstock.planners.ideals import Ideals
 from penstock.planners.replicate import from_state
 
 UNBOUNDED = 2**40
+Inputs = tuple[FloatArray, LongArray, LongArray]  # base, which and most of the kernel
 Table = tuple[FloatArray, LongArray, LongArray]  # A, the state before the last stage, its replicas: by (state, m)
 
 # Seconds a byte of weights over m replicas at rate B: the paper's formula; its text's other reading; its code's, which
@@ -46,6 +47,7 @@ class Rung:
     seconds: FloatArray  # of every pair of states
     fits: LongArray | None  # most mini-batches in flight that the memory of a device allows for a pair; None: any
     constant: str
+    known: dict[int, Inputs] = field(default_factory=dict)  # by `ahead`: the lower levels are worked out once
 
     @cached_property
     def rates(self) -> FloatArray:
@@ -62,8 +64,12 @@ class Rung:
                     depth[m, last] = -(-(ahead * n - (m - last)) // last)
         return depth
 
-    def inputs(self, ahead: int) -> tuple[FloatArray, LongArray, LongArray]:
-        """base, which and most of the kernel."""
+    def inputs(self, ahead: int) -> Inputs:
+        if ahead not in self.known:
+            self.known[ahead] = self._inputs(ahead)
+        return self.known[ahead]
+
+    def _inputs(self, ahead: int) -> Inputs:
         n, depth = len(self.ideals), self.depth(ahead)
         which = np.zeros(int(depth.max()) + 1, dtype=np.int64)
         if self.under is None:
@@ -74,14 +80,14 @@ class Rung:
         base = np.stack([self.under.whole(int(d)) for d in used])
         return base, which, np.full((n, n), UNBOUNDED, dtype=np.int64)
 
-    def table(self, start: int, ahead: int, inputs: tuple[FloatArray, LongArray, LongArray]) -> Table:
+    def table(self, start: int, ahead: int) -> Table:
         """The kernel's answer for all that begins at a state."""
         ideals, width = self.ideals, self.link.size + 1
         best = np.full((len(ideals), width), np.inf)
         split, taken = np.zeros((2, len(ideals), width), dtype=np.int64)
         from_state(
             len(ideals) ** 2 * self.link.size**2 // 50,  # so many inner steps cost about one row of a simulation
-            *(start, ideals.below, *inputs, self.depth(ahead)),
+            *(start, ideals.below, *self.inputs(ahead), self.depth(ahead)),
             *(ideals.parameters, self.rates, CONSTANTS[self.constant][1], 2 * ideals.cut / self.link.bandwidth),
             *(best, split, taken),
         )  # fmt: skip
@@ -89,5 +95,4 @@ class Rung:
 
     def whole(self, ahead: int) -> FloatArray:
         """A(i->j, all components) for every pair of states."""
-        inputs = self.inputs(ahead)
-        return np.stack([self.table(i, ahead, inputs)[0][:, -1] for i in range(len(self.ideals))])
+        return np.stack([self.table(i, ahead)[0][:, -1] for i in range(len(self.ideals))])

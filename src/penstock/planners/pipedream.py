@@ -19,7 +19,7 @@ from penstock.core.schedule import LongArray
 from penstock.errors import InputError
 from penstock.planners.chain import straight_plan
 from penstock.planners.ideals import Ideals
-from penstock.planners.levels import UNBOUNDED, Rung, require_constant
+from penstock.planners.levels import UNBOUNDED, Rung, Table, require_constant
 from penstock.planners.outcome import Outcome, least_memory, slowest
 
 GRAPHS = ("branching", "chain")
@@ -49,7 +49,8 @@ def pipedream(
     limit = least_memory(cluster) if memory else inf
     top = _rungs(ideals, cluster, limit, constant)
     end = len(ideals) - 1
-    best = float(top.table(0, 1, top.inputs(1))[0][end, -1])
+    table = top.table(0, 1)
+    best = float(table[0][end, -1])
     if best == inf:
         least = float(np.min((ideals.standing + ideals.version)[end])) / 1e9
         raise InputError(
@@ -57,7 +58,7 @@ def pipedream(
             f"a model of {least:.4g} GB with one mini-batch in flight, which no split makes fit",
             "use more devices, devices with more memory, a smaller batch or recompute",
         )
-    stages = _unfold(top, 0, end, 1)
+    stages = _unfold(top, table, end, 1)
     ordered, bounds = ideals.arrange([0, *(stage.after for stage in stages)])
     plan = straight_plan(bounds, [stage.devices for stage in stages], "pipedream", 1)
     return Outcome("pipedream", plan, ordered, best)
@@ -84,9 +85,9 @@ def _most_in_flight(ideals: Ideals, limit: float) -> LongArray:
     return np.clip(most, 0, UNBOUNDED).astype(np.int64)
 
 
-def _unfold(rung: Rung, start: int, end: int, ahead: int) -> list[Found]:
+def _unfold(rung: Rung, table: Table, end: int, ahead: int) -> list[Found]:
     """The stages of the best pipeline over all components of a rung, in model order."""
-    _, split, taken = rung.table(start, ahead, rung.inputs(ahead))
+    _, split, taken = table
     depth, found = rung.depth(ahead), []
     size = _devices_of(rung.under)
     last, m = end, rung.link.size
@@ -94,7 +95,8 @@ def _unfold(rung: Rung, start: int, end: int, ahead: int) -> list[Found]:
         before, count = (int(choice[last, m]) for choice in (split, taken))
         inner = [Found(before, last, (0,))]
         if rung.under is not None:
-            inner = _unfold(rung.under, before, last, int(depth[m, count]))
+            below = int(depth[m, count])
+            inner = _unfold(rung.under, rung.under.table(before, below), last, below)
         firsts = [size * component for component in range(m - count, m)]
         for stage in reversed(inner):
             devices = tuple(first + device for first in firsts for device in stage.devices)
