@@ -23,6 +23,7 @@ class Chain:
     standing: FloatArray  # bytes that stay: weights, buffers, gradients, optimizer
     kept: FloatArray
     cut: FloatArray
+    sent: FloatArray  # [i, j]: bytes that a stage of layers i to j - 1 sends on; what passes it by has its own links
 
     @classmethod
     def of(cls, profile: Profile, speed: float = 1.0) -> Chain:
@@ -34,6 +35,7 @@ class Chain:
             standing=_sums([2 * x.parameter_bytes + x.buffer_bytes + x.optimizer_bytes for x in layers]),
             kept=_sums([layer.kept_bytes for layer in layers]),
             cut=_crossing(profile),
+            sent=_sent(profile),
         )
 
     @property
@@ -45,16 +47,31 @@ def _sums(values: Sequence[float]) -> FloatArray:
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-def _crossing(profile: Profile) -> FloatArray:
-    """Each output crosses every cut between its layer and the last one that uses it, once."""
+def _last_use(profile: Profile) -> list[int]:
+    """The last layer that uses each layer's output, at least the layer itself."""
     last = list(range(len(profile.layers)))
     for a, b in profile.edges:
         last[a] = max(last[a], b)
+    return last
+
+
+def _crossing(profile: Profile) -> FloatArray:
+    """Each output crosses every cut between its layer and the last one that uses it, once."""
+    last = _last_use(profile)
     steps = np.zeros(len(profile.layers) + 2)
     for at, layer in enumerate(profile.layers):
         steps[at + 1] += layer.output_bytes
         steps[last[at] + 1] -= layer.output_bytes
     return np.cumsum(steps)[:-1]
+
+
+def _sent(profile: Profile) -> FloatArray:
+    last = np.array(_last_use(profile))
+    size = np.array([layer.output_bytes for layer in profile.layers])
+    count = len(size)
+    crosses = (np.arange(count)[:, None] < np.arange(count + 1)) & (last[:, None] >= np.arange(count + 1))
+    from_here = np.cumsum((crosses * size[:, None])[::-1], axis=0)[::-1]  # [i, j]: outputs of i and later that cross j
+    return np.vstack([from_here, np.zeros(count + 1)])
 
 
 def straight_plan(
