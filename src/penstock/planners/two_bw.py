@@ -24,7 +24,7 @@ from penstock.core.cluster import Cluster
 from penstock.core.given import whole
 from penstock.core.profile import Profile
 from penstock.errors import InputError
-from penstock.planners.cells import cut_into_cells
+from penstock.planners.balance import even_cells
 from penstock.planners.chain import Chain, straight_plan
 from penstock.planners.outcome import Outcome, least_memory, slowest
 from penstock.planners.scaled import scaled
@@ -81,7 +81,7 @@ def choices(chain: Chain, devices: int, microbatches: int) -> Iterator[Choice]:
     """Every combination that makes whole micro-batches, at least as many as stages."""
     costs = np.diff(chain.forward + chain.backward)
     for depth in range(1, min(devices, chain.layers) + 1):
-        bounds = tuple(cut_into_cells(costs.tolist(), depth, lambda cell: cell, np.maximum)[0])
+        bounds = tuple(even_cells(costs.tolist(), depth)[0])
         for width in range(1, devices // depth + 1):
             if microbatches % width:
                 continue
