@@ -80,13 +80,13 @@ class Rung:
         base = np.stack([self.under.whole(int(d)) for d in used])
         return base, which, np.full((n, n), UNBOUNDED, dtype=np.int64)
 
-    def table(self, start: int, ahead: int) -> Table:
-        """The kernel's answer for all that begins at a state."""
+    def table(self, start: int, ahead: int, of: int = 1) -> Table:
+        """The kernel's answer for all that begins at a state, one of so many that are asked for."""
         ideals, width = self.ideals, self.link.size + 1
         best = np.full((len(ideals), width), np.inf)
         split, taken = np.zeros((2, len(ideals), width), dtype=np.int64)
         from_state(
-            len(ideals) ** 2 * self.link.size**2 // 50,  # so many inner steps cost about one row of a simulation
+            of * len(ideals) ** 2 * self.link.size**2 // 50,  # so many inner steps cost about one row of a simulation
             *(start, ideals.below, *self.inputs(ahead), self.depth(ahead)),
             *(ideals.parameters, self.rates, CONSTANTS[self.constant][1], 2 * ideals.cut / self.link.bandwidth),
             *(best, split, taken),
@@ -95,4 +95,5 @@ class Rung:
 
     def whole(self, ahead: int) -> FloatArray:
         """A(i->j, all components) for every pair of states."""
-        return np.stack([self.table(i, ahead)[0][:, -1] for i in range(len(self.ideals))])
+        states = len(self.ideals)
+        return np.stack([self.table(i, ahead, of=states)[0][:, -1] for i in range(states)])
