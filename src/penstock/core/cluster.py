@@ -40,6 +40,12 @@ class Level:
     latency: float = 0.0
     reduce_bandwidth: float | None = None  # all-reduce may see another figure than a single transfer
     shared: bool = False
+    reduce_rings: bool = False  # `reduce_bandwidth` is that of two members; n of them run n // 2 rings at once
+
+    def reduce_rate(self, members: int) -> float:
+        """Bytes/s that an all-reduce over so many members sees."""
+        rate = self.bandwidth if self.reduce_bandwidth is None else self.reduce_bandwidth
+        return rate * max(1, members // 2) if self.reduce_rings else rate
 
     def __post_init__(self) -> None:
         if self.size < 1:

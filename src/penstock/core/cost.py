@@ -183,4 +183,4 @@ def _reduce_seconds(shape: Shape, stage: int, size: float, devices: Sequence[int
     if len(members) < 2:
         return 0.0
     level = cluster.levels[max(cluster.meeting_level(a, b) for a, b in pairwise(members))]
-    return ring_seconds(len(members), size, level.reduce_bandwidth or level.bandwidth, level.latency)
+    return ring_seconds(len(members), size, level.reduce_rate(len(members)), level.latency)

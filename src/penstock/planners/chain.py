@@ -1,0 +1,88 @@
+"""A profile's layers in their order, as sums from the front: what a run of layers costs is a subtraction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.core.links import FloatArray
+from penstock.core.plan import Plan, StagePlan
+from penstock.core.profile import Profile
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Entry j of each array is the sum over layers 0 to j - 1; `cut[j]` is the bytes that pass between j - 1 and j."""
+
+    forward: FloatArray
+    backward: FloatArray
+    parameters: FloatArray
+    standing: FloatArray  # bytes that stay: weights, buffers, gradients, optimizer
+    kept: FloatArray
+    cut: FloatArray
+    sent: FloatArray  # [i, j]: bytes that a stage of layers i to j - 1 sends on; what passes it by has its own links
+
+    @classmethod
+    def of(cls, profile: Profile, speed: float = 1.0) -> Chain:
+        layers = profile.layers
+        return cls(
+            forward=_sums([layer.forward / speed for layer in layers]),
+            backward=_sums([(layer.input_grad + layer.weight_grad) / speed for layer in layers]),
+            parameters=_sums([layer.parameter_bytes for layer in layers]),
+            standing=_sums([2 * x.parameter_bytes + x.buffer_bytes + x.optimizer_bytes for x in layers]),
+            kept=_sums([layer.kept_bytes for layer in layers]),
+            cut=_crossing(profile),
+            sent=_sent(profile),
+        )
+
+    @property
+    def layers(self) -> int:
+        return len(self.forward) - 1
+
+
+def _sums(values: Sequence[float]) -> FloatArray:
+    return np.concatenate(([0.0], np.cumsum(values)))
+
+
+def _last_use(profile: Profile) -> list[int]:
+    """The last layer that uses each layer's output, at least the layer itself."""
+    last = list(range(len(profile.layers)))
+    for a, b in profile.edges:
+        last[a] = max(last[a], b)
+    return last
+
+
+def _crossing(profile: Profile) -> FloatArray:
+    """Each output crosses every cut between its layer and the last one that uses it, once."""
+    last = _last_use(profile)
+    steps = np.zeros(len(profile.layers) + 2)
+    for at, layer in enumerate(profile.layers):
+        steps[at + 1] += layer.output_bytes
+        steps[last[at] + 1] -= layer.output_bytes
+    return np.cumsum(steps)[:-1]
+
+
+def _sent(profile: Profile) -> FloatArray:
+    last = np.array(_last_use(profile))
+    size = np.array([layer.output_bytes for layer in profile.layers])
+    count = len(size)
+    crosses = (np.arange(count)[:, None] < np.arange(count + 1)) & (last[:, None] >= np.arange(count + 1))
+    from_here = np.cumsum((crosses * size[:, None])[::-1], axis=0)[::-1]  # [i, j]: outputs of i and later that cross j
+    return np.vstack([from_here, np.zeros(count + 1)])
+
+
+def straight_plan(
+    bounds: Sequence[int],
+    devices: Sequence[Sequence[int]],
+    schedule: str,
+    microbatches: int,
+    recompute: bool = False,
+    options: tuple[tuple[str, object], ...] = (),
+) -> Plan:
+    """One stage a rank: stage s has layers bounds[s] to bounds[s + 1] - 1, and one replica on each of devices[s]."""
+    stages = tuple(StagePlan(a, b - 1, recompute) for a, b in pairwise(bounds))
+    slots = tuple(tuple((int(device),) for device in mine) for mine in devices)
+    return Plan(stages, tuple(range(len(stages))), slots, schedule, microbatches, options=options)

@@ -1,0 +1,163 @@
+"""The states of a branching graph: each set of layers that holds all that feeds its members.
+
+Such a set (an ideal) is what has been computed when a cut is passed; its last layers are an antichain. On a chain the
+ideals are the runs from the front. A stage is the difference of two ideals, one inside the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.core.links import FloatArray
+from penstock.core.profile import Profile
+from penstock.core.schedule import BoolArray
+from penstock.errors import InputError
+
+MOST_STATES = 6000
+
+
+@dataclass(frozen=True, eq=False)
+class Ideals:
+    """Ideals from the empty one to the whole graph, smaller ones first, and sums over the layers of each."""
+
+    profile: Profile
+    masks: list[int]  # bit l: layer l is in the set
+    seconds: FloatArray
+    parameters: FloatArray
+    standing: FloatArray  # bytes that stay whatever is in flight: gradients and optimizer
+    version: FloatArray  # bytes that each mini-batch in flight adds: a weight version and activations
+    cut: FloatArray  # bytes that leave the set
+    below: BoolArray  # [i, j]: i is a proper part of j
+
+    @classmethod
+    def of(cls, profile: Profile, chain: bool = False) -> Ideals:
+        masks = prefixes(profile) if chain else _grow(profile, _core(profile))
+        member = _members(masks, len(profile.layers))
+        layers = profile.layers
+
+        def total(values: list[float]) -> FloatArray:
+            found: FloatArray = member @ np.array(values)
+            return found
+
+        return cls(
+            profile,
+            masks,
+            seconds=total([layer.seconds for layer in layers]),
+            parameters=total([layer.parameter_bytes for layer in layers]),
+            standing=total([layer.parameter_bytes + layer.optimizer_bytes for layer in layers]),
+            version=total([x.parameter_bytes + x.buffer_bytes + x.kept_bytes for x in layers]),
+            cut=_leaving(profile, member),
+            below=_inclusion(member),
+        )
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    def arrange(self, cuts: list[int]) -> tuple[Profile, list[int]]:
+        """The profile in an order that makes every stage a run of layers, and where the stages begin and end.
+
+        `cuts` are the states between the stages, the empty and the whole one included. Layers that are in no state
+        cost nothing: data goes where it is first used, an unused output stays where it is made.
+        """
+        layers, edges = range(len(self.profile.layers)), self.profile.edges
+        stage: dict[int, int] = {}
+        for s, (a, b) in enumerate(pairwise(cuts)):
+            inside = self.masks[b] & ~self.masks[a]
+            stage.update({layer: s for layer in layers if inside >> layer & 1})
+        counted = set(stage)
+        for layer in sorted(_data(self.profile) - counted, reverse=True):
+            stage[layer] = min((stage[b] for a, b in edges if a == layer and b in stage), default=0)
+        for layer in set(layers) - set(stage):
+            stage[layer] = max((stage[a] for a, b in edges if b == layer), default=0)
+        order = sorted(layers, key=lambda layer: (stage[layer], layer))
+        sizes = np.bincount([stage[layer] for layer in layers], minlength=len(cuts) - 1)
+        return _reordered(self.profile, order), [0, *np.cumsum(sizes).tolist()]
+
+
+def _free(profile: Profile, layer: int) -> bool:
+    given = profile.layers[layer]
+    kept = given.kept_bytes + given.parameter_bytes + given.buffer_bytes + given.optimizer_bytes
+    return given.seconds == 0 and kept == 0
+
+
+def _data(profile: Profile) -> set[int]:
+    """Layers that cost nothing, hand on nothing that must travel, and that at most others such feed: the inputs."""
+    feeders: dict[int, set[int]] = {}
+    for a, b in profile.edges:
+        feeders.setdefault(b, set()).add(a)
+    data: set[int] = set()
+    for at, layer in enumerate(profile.layers):
+        if _free(profile, at) and layer.output_bytes == 0 and feeders.get(at, set()) <= data:
+            data.add(at)
+    return data
+
+
+def _core(profile: Profile) -> set[int]:
+    """The layers that a cut can tell apart: all but data and outputs that cost nothing and nobody uses."""
+    used = {a for a, _ in profile.edges}
+    layers = set(range(len(profile.layers)))
+    core = layers - _data(profile) - {x for x in layers if x not in used and _free(profile, x)}
+    return core or layers
+
+
+def _grow(profile: Profile, core: set[int]) -> list[int]:
+    """Every ideal of the core's graph, found by adding one layer at a time; smaller ones first."""
+    needs = dict.fromkeys(core, 0)
+    for a, b in profile.edges:
+        if a in core and b in core:
+            needs[b] |= 1 << a
+    found, layer_sets = [0], {0}
+    for _ in core:
+        grown = set()
+        for mask in layer_sets:
+            grown |= {mask | 1 << x for x, need in needs.items() if need & ~mask == 0 and not mask >> x & 1}
+        found += sorted(grown)
+        layer_sets = grown
+        if len(found) > MOST_STATES:
+            raise InputError(
+                f"a graph with at most {MOST_STATES} states (sets of layers that a cut can follow)",
+                f"more, within its first {grown.pop().bit_count()} layers",
+                "join the layers of parallel branches, or pass graph='chain' to cut along the profile's order only",
+            )
+    return found
+
+
+def prefixes(profile: Profile) -> list[int]:
+    """The states of a graph that is cut along the profile's order only."""
+    return [(1 << count) - 1 for count in range(len(profile.layers) + 1)]
+
+
+def _members(masks: list[int], layers: int) -> FloatArray:
+    """[state, layer]: 1 where the layer is in the state."""
+    width = (layers + 7) // 8
+    packed = np.frombuffer(b"".join(mask.to_bytes(width, "little") for mask in masks), dtype=np.uint8)
+    bits = np.unpackbits(packed.reshape(len(masks), width), axis=1, bitorder="little")
+    return bits[:, :layers].astype(np.float64)
+
+
+def _leaving(profile: Profile, member: FloatArray) -> FloatArray:
+    """Bytes of the outputs that some layer outside the state uses."""
+    leaves = np.zeros(member.shape, dtype=bool)
+    for a, b in profile.edges:
+        leaves[:, a] |= (member[:, a] > 0) & (member[:, b] == 0)
+    found: FloatArray = leaves @ np.array([layer.output_bytes for layer in profile.layers])
+    return found
+
+
+def _inclusion(member: FloatArray) -> BoolArray:
+    """[i, j]: state i is a proper part of state j; states that small are compared all with all."""
+    sizes = member.sum(axis=1)
+    common = member.astype(np.float32) @ member.astype(np.float32).T
+    below: BoolArray = (common == sizes[:, None]) & (sizes[:, None] < sizes[None, :])
+    return below
+
+
+def _reordered(profile: Profile, order: list[int]) -> Profile:
+    if order == list(range(len(order))):
+        return profile
+    place = {layer: at for at, layer in enumerate(order)}
+    edges = tuple(sorted((place[a], place[b]) for a, b in profile.edges))
+    return Profile(tuple(profile.layers[layer] for layer in order), edges, profile.samples, profile.device)

@@ -1,0 +1,70 @@
+"""The first stages of a DAPPLE plan, summed up so that adding a stage to all of them is a few array operations.
+
+With PB(s) the backward seconds before entry s of the extended list, L = g(Q) + E, where
+
+    g(s) = sum of F + B up to s, and (M-1)(F_s + B_s);   the pivot Q is the last entry at which g is greatest
+    E    = the greatest of AR_s - PB(s) for s <= Q, and of AR_s - PB(s) - B_s - B_Q for s > Q
+
+which is Tw + Ts + Te of latency.py, term by term, and grows from the front one entry at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.core.links import FloatArray
+from penstock.core.schedule import LongArray
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """Arrays of one shape, an entry for each of many prefixes."""
+
+    work: FloatArray  # sum of F + B
+    backward: FloatArray  # PB of the next entry
+    peak: FloatArray  # g(Q)
+    end_if_later: FloatArray  # E if the pivot is yet to come
+    end: FloatArray  # E with the pivot found so far
+    pivot_backward: FloatArray  # B_Q
+
+    @classmethod
+    def empty(cls, count: int = 1) -> Prefix:
+        zero, never = np.zeros(count), np.full(count, -np.inf)
+        return cls(zero, zero, never, never, never, zero)
+
+    @property
+    def latency(self) -> FloatArray:
+        return self.peak + self.end
+
+    def grown(self, forward: FloatArray, backward: FloatArray, reduce: FloatArray, microbatches: int) -> Prefix:
+        """One entry more; arrays broadcast."""
+        pair = forward + backward
+        work = self.work + pair
+        mine, exposed = work + (microbatches - 1) * pair, reduce - self.backward
+        later = np.maximum(self.end_if_later, exposed)
+        moves = mine >= self.peak
+        return Prefix(
+            work,
+            self.backward + backward,
+            np.where(moves, mine, self.peak),
+            later,
+            np.where(moves, later, np.maximum(self.end, exposed - backward - self.pivot_backward)),
+            np.where(moves, backward, self.pivot_backward),
+        )
+
+    def column(self) -> Prefix:
+        """One prefix a row, to be joined with one of the next stage's ends a column."""
+        return Prefix(*(values[:, None] for values in self.parts))
+
+    def pick(self, *index: LongArray) -> Prefix:
+        return Prefix(*(values[index] for values in self.parts))
+
+    @property
+    def parts(self) -> tuple[FloatArray, ...]:
+        return (self.work, self.backward, self.peak, self.end_if_later, self.end, self.pivot_backward)
+
+    @classmethod
+    def joined(cls, several: list[Prefix]) -> Prefix:
+        return cls(*(np.concatenate(values) for values in zip(*(one.parts for one in several), strict=True)))

@@ -1,0 +1,62 @@
+"""The planners by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from penstock.core.cluster import Cluster
+from penstock.core.profile import Profile
+from penstock.errors import InputError
+from penstock.planners.balance import balance
+from penstock.planners.dapple import dapple
+from penstock.planners.gpipe import gpipe
+from penstock.planners.outcome import Outcome
+from penstock.planners.pipedream import pipedream
+from penstock.planners.two_bw import two_bw
+
+
+@dataclass(frozen=True)
+class Planner:
+    """One method: whether it decides for a number of micro-batches, and the options it takes besides."""
+
+    name: str
+    find: Callable[..., Outcome]
+    summary: str
+    batched: bool = True
+    options: tuple[str, ...] = ()
+
+
+PLANNERS = {
+    planner.name: planner
+    for planner in (
+        Planner("balance", balance, "the smallest largest stage, one device each", options=("stages", "schedule")),
+        Planner("gpipe", gpipe, "the least variance of the stages", options=("stages", "schedule")),
+        Planner(
+            "pipedream",
+            pipedream,
+            "replicated stages for the fastest steady state, level by level",
+            batched=False,
+            options=("constant", "graph", "memory"),
+        ),
+        Planner("dapple", dapple, "the least latency of a synchronous step", options=("keep", "policy")),
+        Planner("2bw", two_bw, "width, depth, micro-batch and recompute for two weight versions"),
+    )
+}
+
+
+def find_plan(profile: Profile, cluster: Cluster, method: str, microbatches: int, **options: Any) -> Outcome:
+    """The plan of a named method, for a batch of so many micro-batches of the profile's size."""
+    if method not in PLANNERS:
+        near = get_close_matches(str(method), PLANNERS, n=1)
+        advice = f"try {near[0]}; all are" if near else "choose one of"
+        raise InputError("the name of a planner", repr(method), f"{advice} {', '.join(PLANNERS)}")
+    planner = PLANNERS[method]
+    unknown = sorted(set(options) - set(planner.options))
+    if unknown:
+        known = ", ".join(planner.options) or "none"
+        raise InputError(f"options that {method} has ({known})", ", ".join(unknown), "leave the others out")
+    given = {"microbatches": microbatches} if planner.batched else {}
+    return planner.find(profile, cluster, **given, **options)

@@ -1,0 +1,24 @@
+"""The same model with micro-batches of another size: seconds and activations in proportion, weights as they were."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.core.profile import Layer, Profile
+from penstock.errors import InputError
+
+BY_ROWS = ("forward", "input_grad", "weight_grad", "output_bytes", "kept_bytes", "kept_until_weight_bytes")
+
+
+def scaled(profile: Profile, samples: int) -> Profile:
+    """A profile of so many rows. Small micro-batches use a device worse than this says: profile near what will run."""
+    if samples < 1:
+        raise InputError("a micro-batch of at least 1 row", samples, "ask for more")
+    if samples == profile.samples:
+        return profile
+    factor = samples / profile.samples
+
+    def grown(layer: Layer) -> Layer:
+        return replace(layer, **{name: getattr(layer, name) * factor for name in BY_ROWS})
+
+    return replace(profile, layers=tuple(map(grown, profile.layers)), samples=samples)

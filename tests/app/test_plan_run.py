@@ -1,0 +1,110 @@
+"""`penstock plan` from files to text and JSON: what is printed is what is simulated, and bad input gets one message."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+
+from penstock import Cluster, Device, FormatError, InputError, Layer, Level, Profile, schedule, simulate
+from penstock.app.plan_run import as_json, plan, plan_all, plan_command, read_profile
+from penstock.core.plan import Plan
+from penstock.planners.registry import PLANNERS
+from planners.brute import random_profile
+
+TOML = """
+hosts = 2
+devices = 2
+[kinds.d]
+memory = 1e4
+[inside]
+bandwidth = 8.0
+[between]
+bandwidth = 4.0
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    profile = random_profile(Random(8), 6)
+    (tmp_path / "p.json").write_text(json.dumps(profile.to_json()))
+    (tmp_path / "c.toml").write_text(TOML)
+    return tmp_path / "p.json", tmp_path / "c.toml"
+
+
+@pytest.mark.parametrize("method", PLANNERS)
+def test_json_of_every_method(files, method):
+    told = json.loads(plan_command(*files, method, batch=16, json_wanted=True))
+    assert [stage["layers"][0] for stage in told["stages"][1:]] == [
+        stage["layers"][1] + 1 for stage in told["stages"][:-1]
+    ]
+    assert (told["stages"][0]["layers"][0], told["stages"][-1]["layers"][1]) == (0, 5)
+    used = sorted(device for stage in told["stages"] for device in stage["devices"])
+    assert all(len(stage["devices"]) == stage["replicas"] for stage in told["stages"])
+    assert used == [entry["device"] for entry in told["memory"]]
+    assert all(entry["limit"] == 1e4 and entry["bytes"] <= 1e4 for entry in told["memory"])
+    assert told["fits"]
+    assert told["throughput"] == pytest.approx(told["rows"] / told["step_seconds"])
+    assert Plan.from_json(told["plan"]).to_json() == told["plan"]
+    assert told["bottleneck"][0]["share"] <= 1 + 1e-9
+
+
+def test_a_synchronous_step_is_the_simulated_one(files):
+    profile = read_profile(files[0])
+    cluster = Cluster.uniform((Level("link", 3, 8.0),))
+    found = plan(profile, cluster, method="balance", batch=12)
+    built = schedule("1f1b", stages=3, microbatches=12)
+    assert found.step_seconds == simulate(built, profile=profile, plan=found.plan, cluster=cluster).makespan
+
+
+def test_an_asynchronous_step_is_the_steady_pace():
+    layers = tuple(Layer(f"L{at}", 1.0, 1.0, 1.0, kept_bytes=5, parameter_bytes=1) for at in range(4))
+    found = plan(Profile(layers), Cluster.uniform((Level("link", 4, 1e9),)), method="pipedream")
+    assert found.step_seconds == pytest.approx(3.0, rel=1e-6) == found.outcome.seconds
+    assert found.busy[0] == (pytest.approx(1.0), found.busy[0][1])
+
+
+def test_text_names_stages_memory_and_bottleneck(files):
+    said = plan_command(*files, "dapple", batch=8)
+    for words in ("dapple: ", "stage 0: layers 0 to ", "rows/s, bubble", "busiest, as a share of the step", "1e-05 GB"):
+        assert words in said
+    every = plan_command(*files, "all", batch=8)
+    assert all(f"{name}: " in every for name in PLANNERS)
+    assert [one["method"] for one in json.loads(plan_command(*files, "all", batch=8, json_wanted=True))] == list(
+        PLANNERS
+    )
+
+
+def test_what_does_not_fit_is_said(files):
+    profile = read_profile(files[0])
+    small = Cluster.uniform((Level("link", 2, 8.0),), Device("d", 100.0))
+    found = plan(profile, small, method="balance")
+    assert found.over
+    assert not as_json(found)["fits"]
+    refused = plan_all(profile, Cluster.uniform((Level("link", 2, 8.0),), Device("d", 1.0)))
+    assert [isinstance(one, InputError) for one in refused] == [False, False, True, True, True]
+
+
+def test_a_micro_batch_of_another_size(files):
+    profile, cluster = read_profile(files[0]), Cluster.uniform((Level("link", 2, 8.0),))
+    found = plan(profile, cluster, method="balance", batch=12, microbatch=3)
+    assert (found.plan.microbatches, found.rows, found.outcome.profile.samples) == (4, 12, 3)
+
+
+def test_bad_input(files, tmp_path):
+    profile, cluster = files
+    with pytest.raises(InputError, match="the name of a planner, but got 'daple'; try dapple; all are balance,"):
+        plan_command(profile, cluster, "daple")
+    with pytest.raises(InputError, match="a multiple of the micro-batch of 3 rows, but got 10"):
+        plan_command(profile, cluster, batch=10, microbatch=3)
+    with pytest.raises(InputError, match=r"options that 2bw has \(none\), but got keep"):
+        plan(read_profile(profile), Cluster.uniform((Level("link", 2, 8.0),)), method="2bw", keep=1)
+    with pytest.raises(FormatError, match=r"none\.json: expected a readable profile"):
+        read_profile(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(FormatError, match=r"bad\.json: expected JSON"):
+        read_profile(tmp_path / "bad.json")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"bad\.json: expected the key 'layers'"):
+        read_profile(tmp_path / "bad.json")
