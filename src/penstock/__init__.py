@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.app.nesterov import nesterov
     from penstock.app.pipeline import Pipeline, Step
+    from penstock.app.plan_run import plan, read_profile
     from penstock.core.action import Action, Op
     from penstock.core.check import check
     from penstock.core.cluster import Cluster, Device, Level
+    from penstock.core.cluster_file import read_cluster
     from penstock.core.cost import Costs
     from penstock.core.faults import Fault, Report
     from penstock.core.loop import Loop
@@ -69,6 +71,9 @@ _HOME = {
     "loop": "schedules.registry",
     "lower": "core.lower",
     "nesterov": "app.nesterov",
+    "plan": "app.plan_run",
+    "read_cluster": "core.cluster_file",
+    "read_profile": "app.plan_run",
     "schedule": "schedules.registry",
     "simulate": "simulator.simulate",
     "to_csv": "core.text",
@@ -107,6 +112,9 @@ __all__ = [
     "loop",
     "lower",
     "nesterov",
+    "plan",
+    "read_cluster",
+    "read_profile",
     "schedule",
     "simulate",
     "to_csv",

@@ -356,6 +356,24 @@ def compare(
         raise typer.Exit(1)
 
 
+@app.command("plan")
+def plan_command(
+    profile: Annotated[Path, typer.Option(help="A profile: JSON, or the literature's text.")],
+    cluster: Annotated[str, typer.Option(help="A TOML file, or a preset such as dgx-a100.")],
+    method: Annotated[str, typer.Option(help="balance, gpipe, pipedream, dapple, 2bw or all.")] = "dapple",
+    batch: Annotated[int | None, typer.Option(help="Rows of a batch.")] = None,
+    microbatch: Annotated[int | None, typer.Option(help="Rows of a micro-batch.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Rows that a text profile measured.")] = None,
+    hosts: Annotated[int | None, typer.Option(help="Hosts, in place of the cluster's own.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a pipeline for a profile and a cluster, and predict its step."""
+    from penstock.app.plan_run import plan_command as run
+
+    given = {"batch": batch, "microbatch": microbatch, "samples": samples, "hosts": hosts}
+    typer.echo(run(profile, cluster, method, **given, json_wanted=as_json))
+
+
 def _tell(found: Comparison) -> None:
     from rich.console import Console
 

@@ -8,7 +8,8 @@ gradients go up with the backward, the norm of all comes down with the forward t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
@@ -71,16 +72,16 @@ class Rounds:
 
     def before(self, stage: Stage, job: Job, version: int) -> None:
         """A forward is about to run: what waits for its version is done now."""
-        words, per_batch = job.words, self.weights.endless.shape.microbatches
-        if stage.index == 0 and job.number % per_batch == 0:
+        words, first = job.words, job.part == 0
+        if stage.index == 0 and first:
             words.agreed = self.norms.pop(version - 1, words.agreed)
         if (stage.index, version) in self.waiting:
             self._apply(stage, self.waiting.pop((stage.index, version)), words.agreed)
-        if self.optimizers.fp16:
-            words.overflow = max(words.overflow, self.overflows.pop(stage.index, 0.0))
+        if first:  # all of a mini-batch go by one scale
+            words.overflow = _least(words.overflow, self.overflows.pop(stage.index, 0.0))
         if stage.index == self.last:
-            if words.overflow >= self.optimizers.scale and job.number % per_batch == 0:
-                self._overflowed()
+            if first:
+                self._heard(words.overflow)
             words.scale = self.optimizers.scale
             job.root = words.scale / job.batch_rows
 
@@ -126,6 +127,11 @@ class Rounds:
         if not self.agreeing:
             mine = self.waiting.pop((stage.index, version))
             self._apply(stage, mine, sqrt(mine.squares))
+
+    def rescale(self, overflows: Iterable[float]) -> None:
+        """After a drain: overflows of which no forward came to tell, of all stages."""
+        self.overflows = {}
+        self._heard(functools.reduce(_least, overflows, 0.0))
 
     def settle(self, stages: dict[int, Stage], norms: dict[int, float]) -> None:
         """After a drain: what no forward came to ask for, with the norms that the first stage knows."""
@@ -190,12 +196,19 @@ class Rounds:
         if not self.optimizers.fp16:
             raise InputError("finite gradients", norm, "lower the learning rate, or look at the batch that gave them")
         if not self.agreeing:
-            self.overflows[stage.index] = max(mine.scale, self.overflows.get(stage.index, 0.0))
-        elif stage.index == self.last and mine.scale >= self.optimizers.scale:
-            self._overflowed()
+            self.overflows[stage.index] = _least(mine.scale, self.overflows.get(stage.index, 0.0))
+        elif stage.index == self.last:
+            self._heard(mine.scale)
 
-    def _overflowed(self) -> None:
-        self.optimizers.scale, self.optimizers.good = self.optimizers.scale / 2, 0
+    def _heard(self, scale: float) -> None:
+        """Gradients have overflowed under a scale. If it has come down since, nobody knows yet of the lower one."""
+        if 0 < scale <= self.optimizers.scale:
+            self.optimizers.scale, self.optimizers.good = self.optimizers.scale / 2, 0
+
+
+def _least(one: float, other: float) -> float:
+    """Of two scales; 0 where there is none."""
+    return min(one, other) if one and other else one or other
 
 
 def _squares(gradients: dict[nn.Parameter, torch.Tensor]) -> float:

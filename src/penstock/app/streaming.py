@@ -7,6 +7,7 @@ and the pipe fills again afterwards.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -202,6 +203,8 @@ class Stream:
             self.rounds.settle(self.engine.acting.stages, self.norms)
         self.engine.weights.end()
         if optimizers.fp16:
+            mine = json.dumps([*self.rounds.overflows.values()]).encode()
+            self.rounds.rescale(scale for part in crew.world.gather(mine) for scale in json.loads(part))
             optimizers.scale, optimizers.good = crew.tell([optimizers.scale, optimizers.good])
 
     @contextmanager
