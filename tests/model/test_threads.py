@@ -58,6 +58,7 @@ def in_a_thread(work):
         raise failed[0]
 
 
+@pytest.mark.cpu_only  # a default device is its thread's own
 def test_another_thread_calls_modules_while_a_model_is_traced_and_run():
     other, calls = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []
 
@@ -80,6 +81,7 @@ def test_attributes_that_another_thread_sets_are_not_refused():
     pipe.step(floats(5, 6, WIDTH))
 
 
+@pytest.mark.cpu_only
 def test_two_pipelines_in_two_threads():
     models = [stack() for _ in range(2)]
     batches = [floats(5, 6, WIDTH) for _ in models]

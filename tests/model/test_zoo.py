@@ -27,4 +27,5 @@ def test_split_model_is_the_whole_model(name, how):
         pytest.importorskip("transformers")
     where = {"cuts": animal.cuts} if how == "named" else {"stages": how}
     batches = [animal.inputs(*sizes) for sizes in BATCHES]
-    check(born(name), animal.inputs(4, 6), batches, animal.by_parts, **where)
+    with torch.backends.cudnn.flags(enabled=name != "lstm"):  # cuDNN has no backward of them in eval mode
+        check(born(name), animal.inputs(4, 6), batches, animal.by_parts, **where)
