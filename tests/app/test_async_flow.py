@@ -307,6 +307,22 @@ def test_a_loss_that_is_no_number(method):
     both.same()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # all that Python makes of it
+def test_a_loss_that_is_no_number_in_what_is_trained_when_the_loop_is_left_is_told_by_the_next_use():
+    for use in EVENTS.values():
+        both = Both(METHODS[0], rule=SGD)
+        x, y = both.loader.batches[5]
+        both.loader.batches[5] = (x * torch.nan, y)
+        for record in both.pipe.train(both.loader):
+            if record.index == 3:
+                break
+        assert both.loader.taken == 6
+        with pytest.raises(InputError, match="a finite loss, but got nan"):
+            use(both)
+        use(both)  # once is enough
+        assert all(weight.isfinite().all() for weight in weights(both.pipe).values())
+
+
 def test_a_loss_that_is_no_number_under_2bw():
     for clip in (None, 0.5):
         both = Both(Method("2bw", 4), rule=SGD, clip=clip)

@@ -1,7 +1,7 @@
 """Training without a flush that workers and the inline engine must do to the same bits, and what one run of it gives.
 
-Run as a script, by every rank: python async_bits.py FILE HOW, which writes what rank 0 found for all cases; then, if HOW
-is not empty, one rank does what it should not.
+Run as a script, by every rank: python async_bits.py FILE HOW, which writes what rank 0 found for all cases; then, where
+HOW is given, one rank does what it should not.
 """
 
 from __future__ import annotations
@@ -30,28 +30,25 @@ CASES: dict[str, Case] = {
     "stash with micro-batches, clipped": ("conv", "pipedream", 3, {"clip": 0.3}),
     "vertical sync": ("chain", "pipedream", 1, {"vertical_sync": True}),
     "no stash": ("tied gpt", "pipedream", 2, {"stash": False}),
-    "2bw": ("conv", "2bw", 0, {}),
     "2bw, clipped": ("tied gpt", "2bw", 0, {"clip": 0.3}),
     "2bw, clipped, with skips": ("unet", "2bw", 4, {"clip": 0.3}),
     "stash with skips": ("unet", "pipedream", 1, {"recompute": "always"}),
     "pipemare": ("tied gpt", "pipemare", 1, {}),
     "pipemare t1": ("conv", "pipemare", 2, {"t1": 6}),
     "pipemare t1 and t3, clipped": ("chain", "pipemare", 1, {"t1": 4, "t3": 3, "clip": 0.2}),
-    "xpipe": ("chain", "pipedream", 1, {"predict": "xpipe"}),
-    "xpipe of a tied weight": ("tied gpt", "pipemare", 1, {"predict": "xpipe"}),
     "2bw with xpipe": ("chain", "2bw", 0, {"predict": "xpipe", "clip": 0.5}),
+    "xpipe of a tied weight": ("tied gpt", "pipemare", 1, {"predict": "xpipe"}),
     "spectrain": ("conv", "pipedream", 1, {"predict": "spectrain"}),
-    "dropout in bf16": ("dropout", "pipedream", 2, {"precision": "bf16"}),
-    "dropout in bf16 by pipemare": ("dropout", "pipemare", 1, {"precision": "bf16"}),
+    "dropout in bf16": ("dropout", "pipemare", 1, {"precision": "bf16"}),
     "2bw in fp16": ("dropout", "2bw", 4, {"precision": "fp16", "clip": 1.0}),
     "batch norm": ("normed", "pipedream", 2, {}),
     "data on rank 0": ("chain", "pipedream", 1, {"data": "rank0"}),
 }
 DEEP = (
-    "stash", "stash with micro-batches, clipped", "vertical sync", "2bw, clipped, with skips", "pipemare", "pipemare t1",
-    "xpipe of a tied weight", "dropout in bf16 by pipemare",
+    "stash with micro-batches, clipped", "vertical sync", "2bw, clipped, with skips", "2bw, clipped", "pipemare",
+    "xpipe of a tied weight",
 )  # fmt: skip
-GLOO = ("stash", "2bw, clipped", "pipemare", "xpipe of a tied weight", "stash with skips", "2bw in fp16")
+GLOO = ("stash", "2bw, clipped", "xpipe of a tied weight", "stash with skips")
 
 
 def cases(ranks: int) -> list[tuple[str, str]]:
@@ -91,7 +88,7 @@ def model_of(kind: str, ranks: int) -> tuple[nn.Module, Callable[..., Any], list
     if kind == "dropout":
         ids = [torch.randint(0, 16, (4, 4)) for _ in range(8)]
         loss = lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten())  # noqa: E731
-        return GPT(vocab=16, width=8, heads=2, layers=4, length=4, dropout=0.2), loss, [(x, x) for x in ids], None
+        return GPT(vocab=16, width=8, heads=2, layers=2, length=4, dropout=0.2), loss, [(x, x) for x in ids], None
     model: nn.Module = UNet()
     if kind == "normed":
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(4)))

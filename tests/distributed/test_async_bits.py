@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import re
-import time
 from pathlib import Path
 
 import async_bits
-import pytest
 import torch
 
 from ranks import launched
@@ -33,21 +31,17 @@ def test_two_ranks_over_shared_memory_and_gloo_then_one_leaves_its_loop_at_anoth
     with launched(tmp_path, 2, str(tmp_path / "found.json"), "leave", script=async_bits.__file__) as run:
         assert run.wait(300) != 0
     same_as_inline(tmp_path / "found.json", 2)
-    assert "Traceback" not in run.said, run.said
-    assert re.search(r"rank \d", run.said), run.said
-    print(run.said)
+    words = "expected ranks that end their training loops at the same mini-batch, but got 4 taken in on rank 0 and 5 on"
+    assert re.search(rf"rank \d failed.*{words} rank 1; leave the loop", run.said), run.said
 
 
 def test_three_ranks_then_a_stage_raises_in_mid_flight(tmp_path):
-    began = time.monotonic()
     with launched(tmp_path, 3, str(tmp_path / "found.json"), "raise", script=async_bits.__file__) as run:
         assert run.wait(300) != 0
     same_as_inline(tmp_path / "found.json", 3)
-    assert re.search(
-        r"rank 1 failed in 1F\d+(@\d+)? \(stage 1, micro-batch \d+\): ZeroDivisionError: no such luck", run.said
-    )
+    place = r"1F\d+ \(stage 1, micro-batch \d+\)"
+    assert re.search(rf"rank 1 failed in {place}: ZeroDivisionError: no such luck", run.said), run.said
     assert run.said.count("Traceback (most recent") == 1, run.said
-    assert time.monotonic() - began < 300
 
 
 def test_four_ranks(tmp_path):

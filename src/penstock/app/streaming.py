@@ -45,6 +45,7 @@ class Stream:
         self.flowing = False
         self.before: list[torch.Tensor | None] = []
         self.turn: object = None  # whose loop is under way
+        self.late: BaseException | None = None  # what went wrong when a loop was left, for whoever asks next
         self.norms: dict[int, float] = {}  # of all gradients, as far as they were agreed on in the last drain
 
     def train(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[Step]:
@@ -58,7 +59,11 @@ class Stream:
             self.drain()
             yield from self._out(mine)
         except GeneratorExit:
-            self._leave(mine)
+            try:
+                self._leave(mine)
+            except BaseException as error:  # which Python only prints when a loop is left by `break`
+                self.late = error
+                raise
             raise
         except BaseException:
             if self.pipe.crew.alone:  # other ranks may not know of it: they hear of it, and end
@@ -73,6 +78,9 @@ class Stream:
 
     def drain(self) -> None:
         """Train to its end what is in flight; afterwards all weights are the newest, and nobody waits for anything."""
+        late, self.late = self.late, None
+        if late is not None:
+            raise late
         if not self.flowing:
             return
         with self._guarded():
