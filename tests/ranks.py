@@ -1,4 +1,7 @@
-"""Ranks as real processes, for tests: started by hand or by a launcher, waited for with a limit, never left behind."""
+"""Ranks as real processes, for tests: started by hand or by a launcher, waited for with a limit, never left behind.
+
+They are forked from a process that has torch loaded (see nursery), unless a test wants to start a program.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import nursery
+
 HERE = Path(__file__).parent
 LOOP = str(HERE / "rank_loop.py")
-LAUNCH = "import sys; from penstock.app.launch import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
 PATIENCE = 100.0  # seconds: torch alone may take many to load on a busy machine
 
 
@@ -30,15 +34,22 @@ def env(**more: object) -> dict[str, str]:
 
 
 class Run:
-    """A started process with its own group, and what it and its children say, in files."""
+    """A started process with its own group, and what it and its children say, in files. `command` is a program, or a
+    script to be forked, alone or as so many `ranks` under a launcher."""
 
-    def __init__(self, command: list[str], env: dict[str, str], folder: Path) -> None:
+    def __init__(
+        self, command: list[str], env: dict[str, str], folder: Path, *, fork: bool = False, ranks: int = 0
+    ) -> None:
         self.out, self.err = folder / "out.txt", folder / "err.txt"
         folder.mkdir(parents=True, exist_ok=True)
+        self.process: subprocess.Popen[bytes] | nursery.Started
         with self.out.open("w") as out, self.err.open("w") as err:
-            self.process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0
-            )
+            if fork:
+                self.process = nursery.start(command, env, out.fileno(), err.fileno(), ranks)
+            else:
+                self.process = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0
+                )
 
     def wait(self, seconds: float = PATIENCE) -> int:
         return self.process.wait(seconds)
@@ -68,10 +79,15 @@ class Run:
 
 
 @contextmanager
-def launched(folder: Path, size: int, *words: str, script: str = LOOP, **more: object) -> Iterator[Run]:
-    """Under penstock's own launcher."""
-    command = [sys.executable, "-c", LAUNCH, str(size), sys.executable, "-W", "error", script, *words]
-    run = Run(command, env(**more), folder)
+def launched(
+    folder: Path, size: int, *words: str, script: str = LOOP, fork: bool = True, **more: object
+) -> Iterator[Run]:
+    """Under penstock's own launcher; without `fork`, it and the ranks are programs that begin from nothing."""
+    if fork:
+        run = Run([script, *words], env(**more), folder, fork=True, ranks=size)
+    else:
+        command = [sys.executable, "-c", nursery.LAUNCH, str(size), sys.executable, "-W", "error", script, *words]
+        run = Run(command, env(**more), folder)
     try:
         yield run
     finally:
@@ -82,8 +98,10 @@ def launched(folder: Path, size: int, *words: str, script: str = LOOP, **more: o
 def by_hand(folder: Path, ranks: list[int], size: int, *words: str, **more: object) -> Iterator[list[Run]]:
     """Each rank on its own, as somebody without a launcher would; rank 0 holds the store."""
     place = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **more}
-    command = [sys.executable, "-W", "error", LOOP, *words]
-    runs = [Run(command, env(**place, RANK=rank), folder / str(number)) for number, rank in enumerate(ranks)]
+    runs = [
+        Run([LOOP, *words], env(**place, RANK=rank), folder / str(number), fork=True)
+        for number, rank in enumerate(ranks)
+    ]
     try:
         yield runs
     finally:

@@ -210,6 +210,12 @@ class Foreign:
         ({"stages": None}, "stages, cuts or a list of stage modules, but got none"),
         ({"stages": 40}, "at most .* stages"),
         ({"schedule": "pipedream", "optimizer": None}, "an optimizer under an asynchronous schedule, but got none"),
+        ({"schedule": None}, "schedule= to be a name, or a schedule, but got None"),
+        ({"transport": "tcp"}, "transport= to be one of shared, gloo, but got 'tcp'"),
+        (
+            {"lr_scheduler": lambda optimizer: None, "optimizer": plain.adamw},
+            "lr_scheduler= to make an LR scheduler, but got NoneType",
+        ),
         ({"schedule": "1f2b"}, "the name of a method, but got '1f2b'; try 1f1b"),
         ({"schedule": schedule("1f1b", stages=3, microbatches=4)}, "a schedule of 2 stages, but got 3"),
         ({"schedule": schedule("1f1b", stages=2, microbatches=8)}, "a schedule of 4 micro-batches, but got 8"),
@@ -234,6 +240,27 @@ def test_a_pipeline_that_cannot_be_built(options, message):
     with pytest.raises(InputError, match=message) as caught:
         build(**options)
     assert "\n" not in str(caught.value)
+
+
+def _assigned(model):
+    model.load_state_dict({name: tensor / 2 for name, tensor in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_assigned, r"16 others \(0.weight, 0.bias, 2.weight ...\)"),
+        (lambda model: model.append(nn.Linear(6, 6, dtype=F64)), r"2 others \(16.weight, 16.bias\)"),
+        (lambda model: model.__setitem__(4, nn.Identity()), "2 fewer"),
+    ],
+)
+def test_parameters_that_came_or_went_since_would_not_be_trained(change, message):
+    given = plain.case("mlp")
+    pipe = build(optimizer=plain.adamw)
+    change(pipe.model)
+    for _ in range(2):
+        with pytest.raises(InputError, match=f"when its Pipeline was made, but got {message}; change the model first"):
+            pipe.step(*given.batches[0])
 
 
 @pytest.mark.parametrize("model", [None, "abc", [nn.Linear(6, 6), 3], []])

@@ -283,6 +283,39 @@ def test_parameters_unfrozen_between_steps_learn():
     assert plain.off(plain.gradients(pipe.model), plain.gradients(model)) < 1e-12
 
 
+class TiedEarly(nn.Module):
+    """A weight that the first two of three stages share."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=F64) for _ in range(4))
+        self.layers[1].weight = self.layers[0].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("method", ["1f1b", "zb-h1"])
+def test_a_loss_may_keep_weights_small_also_tied_ones(method):
+    torch.manual_seed(3)
+    model, given = TiedEarly(), plain.case("mlp")
+
+    def small(weights):
+        return lambda out, target: F.mse_loss(out, target) + 0.1 * sum(w.square().sum() for w in weights)
+
+    whole, (x, y) = TiedEarly(), given.batches[0]
+    whole.load_state_dict(model.state_dict())
+    loss = plain.backward(whole, small(list(whole.parameters())), x, y)
+    pipe = Pipeline(
+        model, example=given.example, stages=3, cuts=["layers.1", "layers.2"], microbatches=4, schedule=method,
+        loss=small(list(model.parameters())),
+    )  # fmt: skip
+    assert pipe.step(x, y).loss == pytest.approx(loss, rel=1e-12)
+    assert plain.off(plain.gradients(model), plain.gradients(whole)) < 1e-12
+
+
 def test_clipping_without_an_optimizer_clips_what_is_handed_out():
     given = plain.case("mlp")
     pipe = Pipeline(given.fresh(), example=given.example, stages=2, microbatches=4, loss=given.loss, clip=1e-3)

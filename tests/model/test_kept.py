@@ -734,6 +734,30 @@ def test_a_hidden_cache_passed_to_every_block():
     check(Of(body, blocks=nn.ModuleList(Cached() for _ in range(4))).double(), row(), BATCHES, stages=4)
 
 
+def test_a_forward_that_takes_its_inputs_out_of_a_dict_or_adds_to_a_list():
+    """Every stage runs that code: each must find the containers as the user has handed them in."""
+
+    def popping(m, batch):
+        x, twice = batch.pop("x"), batch.setdefault("twice", 2)
+        for block in m.blocks:
+            x = block(x) * twice
+        return x
+
+    def growing(m, xs):
+        for block in m.blocks:
+            xs.append(block(xs[-1]))
+        return sum(xs[1:])
+
+    for body, pack in ((popping, lambda x: ({"x": x},)), (growing, lambda x: ([x],))):
+        model, example = stack(4, body), pack(row())
+        pipe = pipeline(model, example, stages=4)
+        for x in BATCHES:
+            given = pack(x)
+            assert_same(stepped(pipe, given), plain(model, pack(x)))
+            assert_same_result(pipe.forward(given), call(model, pack(x)))
+            assert len(given[0]) == len(example[0]) == 1
+
+
 def test_a_list_of_stage_modules_passes_tuples_and_dicts_on():
     class Two(Block):
         def forward(self, x):

@@ -316,6 +316,18 @@ def test_a_checkpointed_region_across_a_cut():
     assert "checkpoint" in refuses(body, cuts=["blocks.2"])
 
 
+def test_a_reentrant_checkpoint_hides_its_blocks():
+    def body(m, x):
+        x = x * m.gain
+        for block in m.blocks:
+            x = checkpoint(block, x, use_reentrant=True)  # MARK
+        return x
+
+    model = stack(4, body)
+    model.gain = nn.Parameter(torch.ones((), dtype=torch.float64))
+    assert "give use_reentrant=False" in refuses(body, model=model, stages=2)
+
+
 def test_a_buffer_that_two_stages_use_and_one_changes():
     def body(m, x):
         x = m.blocks[0](x) * (1 + m.count)  # MARK

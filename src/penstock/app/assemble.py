@@ -24,6 +24,7 @@ from penstock.engine.lanes import Lanes, lane_names
 from penstock.engine.tie_groups import TieMail, grouped
 from penstock.engine.ties import Tie, Ties
 from penstock.engine.transport.choose import open_lanes
+from penstock.engine.transport.facts import wish_of
 from penstock.errors import InputError, SplitError
 from penstock.model.batch import as_call, piece, require_device
 from penstock.model.batchnorm import DeferredNorms
@@ -32,7 +33,7 @@ from penstock.model.chain import Chain
 from penstock.model.materialise import is_weightless, materialise, traceable
 from penstock.model.offload import Offload, Swap
 from penstock.model.split import Split
-from penstock.model.stage import Settings, Stage
+from penstock.model.stage import Recompute, Settings, Stage
 
 
 @dataclass
@@ -58,6 +59,7 @@ def assemble(wanted: Wanted) -> Assembled:
     device = torch.get_default_device() if bare else home_of(model)
     args, kwargs = as_call(wanted.example)
     require_device(wanted.example, device)
+    wish_of(wanted.transport)  # whatever it says, it must be sense: the same script may run on several ranks
     moves = Offload.read(wanted.offload)
     precision = read_precision(wanted.precision, device)
     settings = Settings(device, wanted.seed, read_recompute(wanted.recompute), moves, precision)
@@ -67,6 +69,7 @@ def assemble(wanted: Wanted) -> Assembled:
     with traceable(model, (args, kwargs)) as (args, kwargs):
         split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
         require_sound(chosen, split.edges)
+        _require_once(split, settings.recompute)
         if wanted.verify and not bare:
             compare_with_whole(split, args, kwargs, device)
         if not crew.alone:
@@ -121,6 +124,16 @@ def _require_weights(crew: Crew, bare: bool) -> None:
     if bare and crew.alone:
         advice = "give it weights first: materialise(model, [name for name, _ in model.named_parameters()])"
         raise InputError("a model with weights, as one process runs all stages", "a weightless one", advice)
+
+
+def _require_once(split: Split, recompute: Recompute) -> None:
+    for name, line in split.first.trace.written.items():
+        if line and recompute is not Recompute.NEVER:
+            raise SplitError(
+                "recompute='never' for a forward that changes weights, which it would do twice",
+                f"{recompute.value!r} and {name!r} changed at {line}",
+                "change it between two steps, or leave recompute out",
+            )
 
 
 def _agree(crew: Crew, model: nn.Module, chosen: Chosen, wanted: Wanted) -> None:

@@ -58,7 +58,7 @@ class Optimizers:
         self.make, self.gather, self.ties = make, gather, ties
         self.optimizers = {at: _made(make, stage) for at, stage in owned.items() if stage} if make else {}
         self.schedulers = (
-            [make_scheduler(optimizer) for optimizer in self.optimizers.values()] if make_scheduler else []
+            [_scheduler(make_scheduler, optimizer) for optimizer in self.optimizers.values()] if make_scheduler else []
         )
         self.by_stage = dict(zip(self.optimizers, self.schedulers, strict=False))
         self.clip, self.accumulate, self.fp16 = clip, accumulate, fp16
@@ -84,7 +84,9 @@ class Optimizers:
         try:
             yield
             self.fresh = {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
-            self.fresh |= self.ties.collect()
+            for parameter, tied in self.ties.collect().items():
+                own = self.fresh.get(parameter)  # of a loss that reads the weight itself, to keep it small
+                self.fresh[parameter] = tied if own is None else tied + own
         finally:
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 _give(parameter, gradient)
@@ -208,6 +210,17 @@ def _made(make: Callable[..., torch.optim.Optimizer], owned: dict[str, nn.Parame
             "build it from the argument: optimizer=lambda params: AdamW(params)",
         )
     return optimizer
+
+
+def _scheduler(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer) -> Any:
+    scheduler = make(optimizer)
+    if not callable(getattr(scheduler, "step", None)):
+        raise InputError(
+            "lr_scheduler= to make an LR scheduler",
+            type(scheduler).__name__,
+            "give a function: lr_scheduler=lambda optimizer: CosineAnnealingLR(optimizer, 100)",
+        )
+    return scheduler
 
 
 def _takes_two(make: Callable[..., Any]) -> bool:

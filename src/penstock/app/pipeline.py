@@ -401,7 +401,7 @@ class Pipeline:
         rows, last = rows_of(as_call(inputs), target), self.crew.world.rank == self.crew.last
         # A layer that changes numbers in eval mode too, or keeps them: the user's step must find them as they were.
         with (
-            untouched(self.model, self.split.first.trace.generators),
+            untouched(self.model, self.split.first.trace.generators, self.split.first.trace.written),
             _in_eval_mode(self.model),
             torch.no_grad(),
             self.settings.autocast(),
@@ -434,15 +434,28 @@ class Pipeline:
                 return None
             raise
 
-    def _trained(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.model.parameters()]
+    def _trained(self) -> dict[nn.Parameter, bool]:
+        return {parameter: parameter.requires_grad for parameter in self.model.parameters()}
 
     def _notice_frozen(self) -> None:
         """Which values need a gradient depends on which parameters do: trace again when that has changed."""
         trained = self._trained()
+        if trained.keys() != self.trained.keys():
+            self._refuse_other_parameters(trained)
         if trained != self.trained:
             self.split.paths.clear()
             self.trained = trained
+
+    def _refuse_other_parameters(self, found: dict[nn.Parameter, bool]) -> None:
+        """Those that came since would be in the forward and in no stage, and nobody would train them."""
+        fresh = [name for name, parameter in self.model.named_parameters() if parameter not in self.trained]
+        gone = len(self.trained.keys() - found.keys())
+        raise InputError(
+            "the parameters that the model had when its Pipeline was made",
+            f"{len(fresh)} others ({', '.join(fresh[:3])}{' ...' if fresh[3:] else ''})" if fresh else f"{gone} fewer",
+            "change the model first and make the Pipeline then, or change values in place (load_state_dict without "
+            "assign=True)",
+        )
 
 
 @dataclass(frozen=True)

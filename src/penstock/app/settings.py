@@ -58,6 +58,10 @@ class Wanted:
             raise InputError(
                 "example= to be a small batch of the model's inputs", None, "give one, as forward takes it"
             )
+        if not isinstance(self.schedule, (str, Schedule, Loop)):
+            raise InputError(
+                "schedule= to be a name, or a schedule", repr(self.schedule)[:60], 'write schedule="1f1b", say'
+            )
         if self.cuts is not None and (isinstance(self.cuts, str) or not all(isinstance(c, str) for c in self.cuts)):
             raise InputError("cuts to be a list of module names", repr(self.cuts), 'write cuts=["blocks.4"]')
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):

@@ -67,7 +67,7 @@ def _require_close(name: str, wanted: torch.Tensor | None, found: torch.Tensor |
 
 
 def _whole(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
-    with untouched(split.model, split.first.trace.generators), torch.enable_grad():
+    with untouched(split.model, split.first.trace.generators, split.first.trace.written), torch.enable_grad():
         args, kwargs = copied((args, kwargs))
         return _gradients(split, _weighed(split.model(*args, **kwargs)))
 
@@ -78,7 +78,7 @@ def _in_parts(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], devic
     stages = [Stage(split, at, Settings(device), norms, buffers, []) for at in range(split.pieces)]
     acting = Acting(stages, lambda stage, microbatch: False)
     with (
-        untouched(split.model, split.first.trace.generators),
+        untouched(split.model, split.first.trace.generators, split.first.trace.written),
         torch.enable_grad(),
         _gradients_apart(split) as gradients,
     ):

@@ -15,6 +15,7 @@ from penstock.model.trace import Event, Trace
 from penstock.model.walk import Layout
 
 SLACK = 1.02  # a partition this close to the best balance may be taken for fewer bytes
+_REENTRANT = "torch.utils.checkpoint.CheckpointFunction.apply"
 _TORCHS_OWN = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)  # that may be opened
 
 
@@ -147,6 +148,7 @@ def balanced(model: nn.Module, seen: Trace, pieces: int) -> list[tuple[str, int]
         for _, reason in reasons:
             if reason is not None and len(candidates) >= pieces - 1:
                 raise reason
+        _refuse_reentrant(seen)
         raise SplitError(
             f"at most {len(places) + 1} stages for this model's layers", pieces, "use fewer stages or chunks"
         )
@@ -159,6 +161,17 @@ def balanced(model: nn.Module, seen: Trace, pieces: int) -> list[tuple[str, int]
         if event.atom:
             calls[event.name] = calls.get(event.name, 0) + 1
     return named
+
+
+def _refuse_reentrant(seen: Trace) -> None:
+    """Such a checkpoint calls its blocks inside an autograd Function: none of them can be seen."""
+    for event in seen.events:
+        if event.name == _REENTRANT:
+            raise SplitError(
+                "enough blocks that can be seen to be called",
+                f"some inside a checkpoint with use_reentrant=True at {event.line}",
+                "give use_reentrant=False there",
+            )
 
 
 def _partition(places: list[int], load: list[float], crossing: list[int], pieces: int) -> set[int]:

@@ -21,6 +21,7 @@ from penstock.model.seeding import draws
 from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow
 from penstock.model.untouched import copied, no_side_effects, untouched
 from penstock.model.walk import Layout, Walk, users_line
+from penstock.model.written import Written
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, type)
 
@@ -38,13 +39,14 @@ def trace(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trac
 
 def _recorded(layout: Layout, inputs: Any, saving: AbstractContextManager[Any]) -> Trace:
     args, kwargs = inputs
-    with untouched(layout.model), _Operations() as counter, saving:
+    with untouched(layout.model), _Operations(Written(layout)) as counter, saving:
         recorder = _Recorder(layout, inputs, counter)
         try:
             with recorder.effects:
                 output = recorder.forward(args, kwargs)
             return recorder.finished(output)
         finally:
+            counter.written.put_back()
             for generator, state in recorder.generators.items():
                 generator.set_state(state)
 
@@ -137,8 +139,13 @@ class _Recorder(Walk):
         versions, before = [_version(tensor) for tensor in given], self.counter.total
         drawn = draws()
         own = self.met_generators(args, kwargs)
+        written = self.counter.written
+        writes = written.writes
+        written.setting(call, args)
         result = self.native(call, args, kwargs)
         self.effects.settle()
+        if not atom and written.writes > writes:
+            written.refuse_open()
         changed = [t for t, version in zip(given, versions, strict=True) if _version(t) != version]
         made = list(tree.tensors(result))
         if not made and not changed and not atom:
@@ -226,7 +233,9 @@ class _Recorder(Walk):
     def used_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what the running event used without having been given it."""
         self.met_generators(args, kwargs)
-        for tensor in tree.tensors((args, kwargs)):
+        tensors = tree.tensors((args, kwargs))
+        self.counter.written.used(tensors)
+        for tensor in tensors:
             name = self.layout.parameters.get(id(tensor)) or self.buffer_names.get(id(tensor))
             if name is not None:
                 self.used.add(name)
@@ -272,6 +281,8 @@ class _Recorder(Walk):
             answers=tuple(self.answers),
             decided=self.decided,
             generators=tuple(self.generators),
+            written=self.counter.written.settle(),
+            kept={(self.layout.names[m], name): at for (m, name), at in self.effects.kept_inside.items()},
             result=tree.replace(output, hollow),
         )
 
@@ -319,15 +330,17 @@ class _Inside(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.recorder.used_inside(args, kwargs)
+        self.recorder.counter.written.setting(func, args)
         return self.recorder.made_inside(func(*args, **kwargs))
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations by torch's own formulas; torch's own counter would put hooks on modules and tensors."""
+    """Counts operations by torch's own formulas; torch's own counter would put hooks on modules and tensors. Tells of
+    those that write to weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: Written) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0.0
+        self.total, self.written = 0.0, written
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -340,6 +353,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     parts = func.decompose(*args, **kwargs)
                 if parts is not NotImplemented:
                     return parts
+            if func._schema.is_mutable:
+                self.written.operation(func, args, kwargs)
             result = func(*args, **kwargs)
         if formula is not None:
             self.total += float(formula(*args, **kwargs, out_val=result))

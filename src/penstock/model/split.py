@@ -317,6 +317,14 @@ class Split:
         names = {event.name for event in path.trace.events[first:last] if event.atom}
         return [*self.layout.open, *(m for name in sorted(names) for m in self._submodule(name).modules())]
 
+    def kept_by_others(self, path: Path, stage: int) -> dict[tuple[int, str], str]:
+        """Attributes that the forwards of other stages set, by module and name, and what to call them."""
+        return {
+            (id(self._submodule(module)), name): f"{module}.{name}"
+            for (module, name), at in path.trace.kept.items()
+            if path.stage_of(at) != stage
+        }
+
     def _submodule(self, name: str) -> nn.Module:
         try:
             return self.model.get_submodule(name)

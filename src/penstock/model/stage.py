@@ -16,6 +16,7 @@ from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
 from penstock.model.loss import Loss
 from penstock.model.offload import Offload, saving, to_device, to_host
+from penstock.model.own_loss import next_node, own_loss
 from penstock.model.replay import Passage
 from penstock.model.reweigh import Reweigh
 from penstock.model.seeding import mixed, seed_all
@@ -110,6 +111,8 @@ class Stage:
         self.reweigh: Reweigh | None = None  # where a backward is given other weights than its forward
         self.kept: dict[int, _Graph | _Inputs] = {}
         self.queues: dict[int, WeightQueue] = {}
+        self.sure = False  # that the loss is made of what this stage has
+        self.since: int | None = None  # nodes of the graph, where that is to be found out
         self.forwards = 0  # of training, counted so that a test can see that nothing runs more than twice
 
     def forward(self, job: Job, received: Values, split_backward: bool = False) -> tuple[Values, Any]:
@@ -182,12 +185,22 @@ class Stage:
             for v, t in received.items()
         }
         queue = WeightQueue() if split_backward else None
+        self.since = next_node() if self.last and not self.sure else None
         made, result = self._run(job, leaves, queue)
         for value, tensor in made.items():
             if tensor.requires_grad != known[value].grad:  # a flag of the user's, since the trace
                 told[value] = tensor.requires_grad
         history = {value: tensor for value, tensor in made.items() if tensor.requires_grad}
         return _Graph(leaves, history, result if isinstance(result, Loss) else None, queue), made, result
+
+    def _finished(self, job: Job, result: Any) -> Any:
+        since, self.since = self.since, None
+        if since is None:
+            return job.finish(result)
+        given = (job.args, job.kwargs, getattr(job.finish, "target", None))
+        found = own_loss(lambda: job.finish(result), since, given, self.split.kept_by_others(job.path, self.index))
+        self.sure = True
+        return found
 
     def _record_again(self, job: Job, kept: _Inputs) -> _Graph:
         """A forward that was counted already: norms do not gather, and modules keep what they kept the first time."""
@@ -203,7 +216,7 @@ class Stage:
         defer = contextlib.nullcontext if queue is None else functools.partial(deferring, queue)
         with self.settings.autocast(), self.norms.forward(self.index, job.step):
             made, result = self.split.run(job.path, self.index, fed, job.passage, job.args, job.kwargs, defer)
-            return made, job.finish(result) if self.last else None
+            return made, self._finished(job, result) if self.last else None
 
     def _saving(self, job: Job) -> contextlib.AbstractContextManager[Any]:
         if self.reweigh is not None:

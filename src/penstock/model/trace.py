@@ -76,6 +76,8 @@ class Trace:
     answers: tuple[Any, ...] = ()  # of looks at data in open code: inputs of the same kind may take different paths
     decided: int = 0  # the event before which the last of them was given
     generators: tuple[Any, ...] = ()  # that the forward draws from and no module holds
+    written: dict[str, str] = field(default_factory=dict)  # weights it changes, and where; "" where often is as once
+    kept: dict[tuple[str, str], int] = field(default_factory=dict)  # module, attribute -> the event that sets it
     result: Any = None  # of the forward, with empty tensors in it
     stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)  # by value; they hold nothing, so they are shared
 

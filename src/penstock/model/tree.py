@@ -56,6 +56,15 @@ def replace_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     return _with(value, inner, [replace_leaves(part, change) for part in inner])
 
 
+def fresh(value: Any) -> Any:
+    """The same value in containers of its own: who changes one of them changes nobody else's."""
+    if isinstance(value, torch.Tensor) or not is_container(value) or isinstance(value, MappingProxyType):
+        return value
+    inner = parts(value)
+    made = _with(value, inner, [fresh(part) for part in inner])
+    return made if made is not value or isinstance(value, tuple) else copy.copy(value)
+
+
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same value with every part of it changed, if it has parts."""
     inner = parts(value)

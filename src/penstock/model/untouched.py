@@ -19,6 +19,7 @@ from penstock.model import tree
 from penstock.model.holders import OWN
 from penstock.model.state import State
 from penstock.model.walk import Walk, is_walking, users_line
+from penstock.model.written import put_back
 
 _DRAWS = tuple(
     name
@@ -29,18 +30,21 @@ _DRAWS = tuple(
 
 class untouched:
     """Put buffers, attributes, what they hold, and random states back as they were. `more` are generators that the
-    forward draws from and no module holds."""
+    forward draws from and no module holds; `written`, the names of weights that it changes."""
 
-    def __init__(self, model: nn.Module, more: Iterable[torch.Generator] = ()) -> None:
+    def __init__(self, model: nn.Module, more: Iterable[torch.Generator] = (), written: Iterable[str] = ()) -> None:
         self.state = State(model.modules(), more=more)
+        self.written = [model.get_parameter(name) for name in written]
 
     def __enter__(self) -> None:
         self.before = self.state.save()
+        self.weights = [(weight, weight.data, weight.detach().clone()) for weight in self.written]
         self.chance = _chance()
         self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def __exit__(self, *_: object) -> None:
         self.state.restore(self.before)
+        put_back(self.weights)
         state, numpy_state, torch_state = self.chance
         random.setstate(state)
         np.random.set_state(numpy_state)

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from penstock.model import tree
+
 _CALL = nn.Module.__call__
 _APPLY = vars(torch.autograd.Function)["apply"]  # the classmethod itself: taken from the class it would be bound to it
 _LIBRARIES = ("torch", "penstock", "contextlib", "functools", "random", "copy")
@@ -69,7 +71,9 @@ class Walk(TorchFunctionMode):
         return result
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's forward under this walk."""
+        """Run the model's forward under this walk. What it takes out of a dict or puts into a list of its inputs, the
+        next walk finds there again."""
+        args, kwargs = tree.fresh((args, kwargs))
         with watching():
             _running.walk, before = self, _running.walk
             try:

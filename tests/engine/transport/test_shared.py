@@ -17,7 +17,7 @@ from other_process import Other, Patience, made
 
 from penstock import PenstockError
 from penstock.engine.transport import memory
-from penstock.engine.transport.lane import Key, LaneName, Message
+from penstock.engine.transport.lane import ClosedLane, Key, LaneName, Message
 from penstock.engine.transport.ring import ENTRIES
 from penstock.engine.transport.shared import Elsewhere, SharedReceiver, SharedSender
 from penstock.engine.transport.shared_sender import LAYOUTS
@@ -206,7 +206,7 @@ def test_a_closed_lane_gives_what_was_sent_and_then_says_so(other, lane):
     for at in (2, 0, 1):
         assert torch.equal(receiver.receive(Key(0, at)).values[at], made(at, (5,)))
     for _ in range(2):
-        with pytest.raises(ConnectionResetError, match="closed"):
+        with pytest.raises(ClosedLane, match="closed"):
             receiver.receive(Key(0, 3))
     receiver.close()
 

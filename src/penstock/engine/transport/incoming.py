@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.engine.transport import frame
-from penstock.engine.transport.lane import Key, LaneName, Message, Waiting
+from penstock.engine.transport.lane import ClosedLane, Key, LaneName, Message, Waiting
 from penstock.engine.transport.outgoing import FOREVER, FRAMES, PARTS
 
 POSTED = 4  # frames
@@ -57,7 +57,7 @@ class Incoming:
                     return message
                 failure = self.failure
                 if failure is None and lane not in self.lanes:
-                    failure = EOFError(f"it closed the lane from stage {lane.source} to stage {lane.target}")
+                    failure = ClosedLane(f"it closed the lane from stage {lane.source} to stage {lane.target}")
             if failure is not None:
                 raise waiting.lost(self.peer, failure) from failure
             waiting.check(self.peer, time.monotonic() - began)

@@ -25,6 +25,10 @@ class LaneName(NamedTuple):
     target: int
 
 
+class ClosedLane(ConnectionError):
+    """The other end was closed, in order: its rank has nothing more to send, though this one waits for it."""
+
+
 @dataclass(slots=True)
 class Message:
     """Tensors by the number of the value they are (or whose gradient they are), and plain words that go with them.

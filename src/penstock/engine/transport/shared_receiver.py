@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.engine.transport import memory
-from penstock.engine.transport.lane import Key, LaneName, Message, Waiting
+from penstock.engine.transport.lane import ClosedLane, Key, LaneName, Message, Waiting
 from penstock.engine.transport.ring import ELSEWHERE, RING_BYTES, SLOTS, Ring
 from penstock.engine.transport.shared_end import Elsewhere, End, Store, place
 from penstock.engine.transport.shared_sender import LAYOUTS
@@ -144,7 +144,7 @@ class SharedReceiver(End):
 
     def _next(self, ring: Ring) -> tuple[tuple[int, int], Message | None]:
         if ring.sent[0] == ring.count:
-            raise self._waiting.lost(self._peer, ConnectionResetError("the sender has closed the lane"))
+            raise self._waiting.lost(self._peer, ClosedLane("the sender has closed the lane"))
         run, microbatch, stamp, offset, size, payload, slot, number, told, words = ring.read()
         if slot == ELSEWHERE:
             return (run, microbatch), None

@@ -62,6 +62,14 @@ class Monitor:
         if rank in self.pidfds and rank not in self.gone:
             signal.pidfd_send_signal(self.pidfds[rank], signal.SIGKILL)
 
+    def await_end(self, rank: int, seconds: float) -> bool:
+        """Whether a rank of this host ends within that time."""
+        if rank not in self.pidfds:
+            return False
+        poll = select.poll()
+        poll.register(self.pidfds[rank], select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
     def leave(self) -> None:
         self.leaving = True
         with suppress(BlockingIOError):

@@ -10,10 +10,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, sleep
 
 from torch._C._distributed_c10d import Store
 
+from penstock.engine.transport.lane import ClosedLane
 from penstock.engine.watch.blame import blame, table
 from penstock.engine.watch.board import EVERYBODY, OUTSIDE, Board, Page, Slot, State
 from penstock.engine.watch.courier import HASTE, LINGER, Courier
@@ -28,6 +29,8 @@ from penstock.errors import PenstockError, RankError
 GRACE = 3.0  # seconds in which the main thread has to come to a failure
 LAST = 4.0  # seconds after which it has to have ended
 NEWS = 1.0  # seconds that a broken connection waits for its cause
+FIRST = 0.7  # seconds in which the rank at fault has to have ended
+AGENT = 0.25  # seconds in which torchrun finds that
 FAR_NEWS = 2.2  # the same where it may have to come from another host
 
 
@@ -106,7 +109,7 @@ class Watch:
         while not self.news.wait(0.05) and monotonic() < until:
             self._check_ended(peer, monotonic())
         if self.failure is None:
-            self._declare(self._unexplained(peer, error))
+            self._declare(self._parted(peer) if isinstance(error, ClosedLane) else self._unexplained(peer, error))
         assert self.failure is not None
         return self._error(self.failure)
 
@@ -163,7 +166,14 @@ class Watch:
         if self.courier is not None:
             self.courier.leave(HASTE + 0.3)
         flush()
+        self.after_the_first()
         os._exit(code)
+
+    def after_the_first(self) -> None:
+        """Under torchrun, which takes the rank that it finds ended first for the cause: let the one at fault be it."""
+        fault = -1 if self.failure is None else self.failure.rank
+        if "TORCHELASTIC_RUN_ID" in os.environ and self.monitor is not None and self.monitor.await_end(fault, FIRST):
+            sleep(AGENT)
 
     def leave_no_silent(self) -> None:
         """End the ranks of this host that are stopped or stuck: nobody else may be there to do so."""
@@ -222,6 +232,12 @@ class Watch:
         if rank in self.pages:
             return self.pages[rank][Slot.STATE] == State.DONE
         return self.courier is not None and self.courier.ended(rank)
+
+    def _parted(self, peer: int) -> Failure:
+        """A rank has closed its lanes, which the end of its script does, and may take its time over the rest."""
+        left = f"rank {peer} has left the pipeline (its script is over, or has closed it)"
+        wanted = "every rank has to take as many batches, and to make the same calls"
+        return Failure(peer, f"{left}, but rank {self.rank} waits for it{self._place()}: {wanted}")
 
     def _unexplained(self, peer: int, error: BaseException) -> Failure:
         """A connection broke and nobody says why: its host is lost, or the rank was the only one there."""
