@@ -1,4 +1,4 @@
-"""How a tensor was cut out of a weight and cast, read off its history: steps that can be taken again from other weights.
+"""Steps that lead from a weight to a view of it, to be taken again from another weight: found when it is saved."""
 
 Autograd knows what it needs to go back through a view, and that is enough to go forward through it.
 """
