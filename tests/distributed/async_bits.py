@@ -44,10 +44,7 @@ CASES: dict[str, Case] = {
     "batch norm": ("normed", "pipedream", 2, {}),
     "data on rank 0": ("chain", "pipedream", 1, {"data": "rank0"}),
 }
-DEEP = (
-    "stash with micro-batches, clipped", "vertical sync", "2bw, clipped, with skips", "2bw, clipped", "pipemare",
-    "xpipe of a tied weight",
-)  # fmt: skip
+DEEP = ("vertical sync", "2bw, clipped, with skips", "2bw, clipped", "pipemare", "xpipe of a tied weight")
 GLOO = ("stash", "2bw, clipped", "xpipe of a tied weight", "stash with skips")
 
 

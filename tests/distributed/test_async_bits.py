@@ -39,7 +39,7 @@ def test_three_ranks_then_a_stage_raises_in_mid_flight(tmp_path):
     with launched(tmp_path, 3, str(tmp_path / "found.json"), "raise", script=async_bits.__file__) as run:
         assert run.wait(300) != 0
     same_as_inline(tmp_path / "found.json", 3)
-    place = r"1F\d+ \(stage 1, micro-batch \d+\)"
+    place = r"1F\d+(@\d+)? \(stage 1, micro-batch \d+\)"
     assert re.search(rf"rank 1 failed in {place}: ZeroDivisionError: no such luck", run.said), run.said
     assert run.said.count("Traceback (most recent") == 1, run.said
 

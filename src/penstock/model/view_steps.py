@@ -1,4 +1,4 @@
-"""Steps that lead from a weight to a view of it, to be taken again from another weight: found when it is saved."""
+"""Steps that lead from a weight to a view of it, to be taken again from another weight: found when it is saved.
 
 Autograd knows what it needs to go back through a view, and that is enough to go forward through it.
 """
