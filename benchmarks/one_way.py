@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.quiet import quiet_sample
 from penstock.engine.transport import memory, semaphore
 from penstock.engine.transport.lane import Key, LaneName, Message
 from penstock.engine.transport.semaphore import Semaphore
 from penstock.engine.transport.shared import SharedReceiver, SharedSender
+from penstock.profiler.quiet import quiet_sample
 
 SIZES = {"1 KB": 1 << 10, "4 MB": 4 << 20}
 WANTED = {"1 KB": 0.1, "4 MB": 0.25}  # ours over gloo's

@@ -28,6 +28,7 @@ def gpt(stages: int, dropout: float = 0.1, **more: Any) -> Pipeline:
             "clip": 0.5,
             "microbatches": 4,
             "loss": plain.token_loss,
+            "verify": False,
             **more,
         },
     )
@@ -39,7 +40,7 @@ def conv(stages: int, **more: Any) -> Pipeline:
         plain.conv_net(),
         example=pictures(0)[0][:2],
         stages=stages,
-        **{"optimizer": momentum, "microbatches": 4, "loss": nn.functional.cross_entropy, **more},
+        **{"optimizer": momentum, "microbatches": 4, "loss": nn.functional.cross_entropy, "verify": False, **more},
     )
 
 

@@ -12,6 +12,7 @@ import array
 import atexit
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -60,9 +61,22 @@ class Started:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def start(argv: list[str], env: dict[str, str], out: int, err: int, ranks: int = 0) -> Started:
-    """Run a Python script (`argv[0]`), its output into two files. With `ranks`: under penstock's launcher."""
-    asked = {"argv": argv, "env": env, "ranks": ranks, "cwd": str(Path.cwd())}
+def start(
+    argv: list[str],
+    env: dict[str, str],
+    out: int,
+    err: int,
+    *,
+    ranks: int = 0,
+    cwd: Path | None = None,
+    modules: tuple[str, ...] = (),
+    namespace: str = "",
+) -> Started:
+    """Run a Python script (`argv[0]`), or a module (behind `-m`), its output into two files. With `ranks`: a script
+    under penstock's launcher, or a module that launches so many. `modules` are loaded once, for this process and all
+    that come after it; `namespace` is the network it is put into."""
+    asked = {"argv": argv, "env": env, "ranks": ranks, "cwd": str(cwd or Path.cwd())}
+    asked |= {"modules": modules, "namespace": namespace}
     reader, writer = os.pipe()
     try:
         socket.send_fds(_server(), [json.dumps(asked).encode()], [out, err, writer])
@@ -112,6 +126,8 @@ class Asked:
     env: dict[str, str]
     ranks: int
     cwd: str
+    modules: list[str]
+    namespace: str
     fds: list[int] = field(default_factory=list)
 
 
@@ -126,6 +142,8 @@ def serve(channel: int) -> types.CodeType:
     os.chdir(asked.cwd)
     os.environ.clear()
     os.environ.update(asked.env)
+    if asked.namespace:
+        _move_to(asked.namespace)
     if not asked.ranks:
         return _script(asked.argv)
     crew: list[_Rank] = []
@@ -137,14 +155,31 @@ def serve(channel: int) -> types.CodeType:
     return _launcher(crew, asked)
 
 
+def _move_to(namespace: str) -> None:
+    """As `ip netns exec` would."""
+    with Path("/var/run/netns", namespace).open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
 def _load() -> None:
     import penstock
-    import penstock.app.checkpoint
-    import penstock.app.launch
-    import penstock.engine.transport.choose
-    import penstock.models.gpt
 
     _ = penstock.Pipeline
+    _import(
+        "penstock.app.checkpoint",
+        "penstock.app.launch",
+        "penstock.engine.transport.choose",
+        "penstock.models.gpt",
+        "torch._dynamo",  # the first trace and the first step of an optimizer would load it
+    )
+
+
+def _import(*modules: str) -> None:
+    if all(name in sys.modules for name in modules):
+        return
+    for name in modules:
+        importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"  # noqa: PTH208
     gc.collect()
     gc.freeze()
@@ -165,6 +200,8 @@ def _forked(channel: socket.socket) -> Asked:
             data, fds, _, _ = socket.recv_fds(channel, 1 << 20, 3)
             if not data:  # the tests are over
                 os._exit(0)
+            asked = Asked(**json.loads(data), fds=list(fds))
+            _import(*asked.modules)
             pid = os.fork()
             if not pid:
                 os.setpgid(0, 0)
@@ -172,7 +209,7 @@ def _forked(channel: socket.socket) -> Asked:
                 for end, (_, told) in ends.items():
                     os.close(end)
                     os.close(told)
-                return Asked(**json.loads(data), fds=list(fds))
+                return asked
             _write_number(fds[2], pid)
             for fd in fds[:2]:
                 os.close(fd)
@@ -182,9 +219,13 @@ def _forked(channel: socket.socket) -> Asked:
 
 
 def _script(argv: list[str]) -> types.CodeType:
-    """What the interpreter does with a script and its arguments."""
+    """What the interpreter does with a script, or with `-m` and a module, and its arguments."""
     import __main__
 
+    if argv[0] == "-m":
+        sys.argv[:] = argv[1:]
+        sys.path[0] = str(Path.cwd())
+        return compile(f"import runpy; runpy.run_module({argv[1]!r}, None, '__main__', True)", "<module>", "exec")
     script = argv[0]
     sys.argv[:] = argv
     sys.path[0] = str(Path(script).resolve().parent)
@@ -224,14 +265,19 @@ def _rank(before: list[_Rank]) -> _Rank | types.CodeType:
     os.close(go)
     if not told or os.getppid() != launcher:
         os._exit(1)
-    command, env = json.loads(told)
+    command, env, words = json.loads(told)
     os.environ.clear()
     os.environ.update(env)
-    words = command[command.index(sys.executable) + 1 :]
-    if words[:2] == ["-W", "error"]:
+    if words:
+        file = os.open(words, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+    argv = command[command.index(sys.executable) + 1 :]
+    if argv[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
-        words = words[2:]
-    return _script(words)
+        argv = argv[2:]
+    return _script(argv)
 
 
 def _launcher(crew: list[_Rank], asked: Asked) -> types.CodeType:
@@ -239,12 +285,15 @@ def _launcher(crew: list[_Rank], asked: Asked) -> types.CodeType:
 
     waiting = iter(crew)
 
-    def handed(born: list[str], env: dict[str, str], **_: Any) -> _Rank:
+    def handed(born: list[str], env: dict[str, str], stdout: Any, **_: Any) -> _Rank:
         rank, command = next(waiting), born[born.index("-c") + 3 :]  # behind the program that becomes the command
+        words = f"/proc/{os.getpid()}/fd/{stdout.fileno()}" if stdout else ""
         with os.fdopen(rank.go, "wb") as go:
-            go.write(json.dumps([command, env]).encode())
+            go.write(json.dumps([command, env, words]).encode())
         return rank
 
     penstock.app.launch.subprocess = types.SimpleNamespace(Popen=handed, DEVNULL=subprocess.DEVNULL)
+    if asked.argv[0] == "-m":
+        return _script(asked.argv)
     sys.argv[:] = ["-c", str(asked.ranks), sys.executable, "-W", "error", *asked.argv]
     return compile(LAUNCH, "<launcher>", "exec")

@@ -13,6 +13,8 @@ import sys
 import time
 from datetime import timedelta
 
+from penstock.core.action import Op
+from penstock.core.endless import Row
 from penstock.engine.world import World, join
 from penstock.errors import InputError
 
@@ -50,17 +52,15 @@ def main() -> None:
     assert world is not None
     world.watch.timeout = asked.timeout
     rank = world.rank
-    words = [f"{rank}F{row} (stage {rank}, micro-batch {row})" for row in range(asked.rows)]
-    world.watch.describe(lambda row: words[row])
     print(f"rank {rank} begins as {os.getpid()}", flush=True)
     for row in range(asked.rows):
-        world.watch.doing(row)
+        world.watch.doing(Row(Op.F, rank, row, 0, -1))
         if row == 5 and asked.who in (rank, -1):
             act(asked.what, world)
         got = world.gather(b"%d of %d" % (row, rank))
         assert got == [b"%d of %d" % (row, other) for other in range(world.size)]
         time.sleep(asked.pause)
-    world.watch.doing(-1)
+    world.watch.outside()
     print(f"rank {rank} is done", flush=True)
 
 

@@ -38,14 +38,21 @@ class Run:
     script to be forked, alone or as so many `ranks` under a launcher."""
 
     def __init__(
-        self, command: list[str], env: dict[str, str], folder: Path, *, fork: bool = False, ranks: int = 0
+        self,
+        command: list[str],
+        env: dict[str, str],
+        folder: Path,
+        *,
+        fork: bool = False,
+        ranks: int = 0,
+        modules: tuple[str, ...] = (),
     ) -> None:
         self.out, self.err = folder / "out.txt", folder / "err.txt"
         folder.mkdir(parents=True, exist_ok=True)
         self.process: subprocess.Popen[bytes] | nursery.Started
         with self.out.open("w") as out, self.err.open("w") as err:
             if fork:
-                self.process = nursery.start(command, env, out.fileno(), err.fileno(), ranks)
+                self.process = nursery.start(command, env, out.fileno(), err.fileno(), ranks=ranks, modules=modules)
             else:
                 self.process = subprocess.Popen(
                     command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0
@@ -80,11 +87,18 @@ class Run:
 
 @contextmanager
 def launched(
-    folder: Path, size: int, *words: str, script: str = LOOP, fork: bool = True, **more: object
+    folder: Path,
+    size: int,
+    *words: str,
+    script: str = LOOP,
+    fork: bool = True,
+    modules: tuple[str, ...] = (),
+    **more: object,
 ) -> Iterator[Run]:
-    """Under penstock's own launcher; without `fork`, it and the ranks are programs that begin from nothing."""
+    """Under penstock's own launcher; without `fork`, it and the ranks are programs that begin from nothing. Forked ones
+    have `modules` loaded, too."""
     if fork:
-        run = Run([script, *words], env(**more), folder, fork=True, ranks=size)
+        run = Run([script, *words], env(**more), folder, fork=True, ranks=size, modules=modules)
     else:
         command = [sys.executable, "-c", nursery.LAUNCH, str(size), sys.executable, "-W", "error", script, *words]
         run = Run(command, env(**more), folder)

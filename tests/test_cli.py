@@ -1,4 +1,4 @@
-"""The command line as a person uses it: real processes, real files, one message and code 2 for bad input."""
+"""The command line as a person uses it: real files, one message and code 2 for bad input; in one process, mostly."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from commands import MODULE, penstock, process, refused
 from penstock import schedule, simulate, to_csv
 
-MODULE = [sys.executable, "-m", "penstock.cli"]
 
-
-def penstock(*arguments):
-    return subprocess.run([*MODULE, *map(str, arguments)], capture_output=True, text=True, timeout=120)
-
-
-def refused(*arguments):
-    """The one message of a refusal: code 2, nothing on standard output, no traceback."""
-    done = penstock(*arguments)
-    assert done.returncode == 2, done
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-    return done.stderr
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("schedules",),
+        ("schedule", "1f1b", "--stages", 2, "--microbatches", 2),
+        ("check", "MINE"),
+        ("simulate", "--schedule", "zb-h1", "--stages", 2, "--microbatches", 4),
+        ("schedule", "1f2b", "--stages", 2, "--microbatches", 2),
+    ],
+    ids=str,
+)
+def test_a_process_of_its_own_says_the_same(words, tmp_path):
+    """So that the other tests need not start one for each command."""
+    file = tmp_path / "mine.csv"
+    file.write_text(to_csv(schedule("gpipe", stages=2, microbatches=4)))
+    words = [file if word == "MINE" else word for word in words]
+    done = process(*words)
+    assert done.stdout or done.stderr
+    assert penstock(*words) == done
 
 
 def test_schedules_lists_every_method_as_json():

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+from commands import LAUNCHED, forked, process
+
 SMALL = """
 [model]
 kind = "gpt"
@@ -29,13 +28,6 @@ lr = 1e-2
 steps = 8
 batch = 8
 """
-
-
-def penstock(*arguments, cwd=None):
-    around = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    words = [sys.executable, "-m", "penstock.cli", *map(str, arguments)]
-    env = around | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=240, env=env, cwd=cwd)
 
 
 @pytest.fixture
@@ -60,7 +52,7 @@ def here(monkeypatch, capsys, *arguments):
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="more stages than cores")
 def test_on_workers_times_are_measured_and_losses_are_those_of_one_process(small, monkeypatch, capsys):
     names = "plain,1f1b,2bw,pipemare-t1-t2-t3"
-    done = penstock("compare", small, "--methods", names, "--json")
+    done = forked("compare", small, "--methods", names, "--json", ranks=3)  # one for the plain process
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["clock"] == "measured on 2 workers"
@@ -121,6 +113,12 @@ def test_bad_input_gets_one_message(small, monkeypatch, capsys, case):
     assert (code, told.out) == (2, "")
     assert told.err.count("penstock: ") == 1
     assert re.search(re.escape(said), told.err), told.err
+
+
+def test_a_refusal_as_a_process_has_no_traceback(small):
+    done = process("compare", small, "--methods", "1f1b,pipedreem")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
 
 
 def test_workers_that_fail_leave_the_reason_and_the_rest_goes_on(small, monkeypatch):

@@ -1,9 +1,8 @@
-"""`penstock train` and `penstock verify` as a person uses them: real processes, one message for bad input."""
+"""`penstock train` and `penstock verify` as a person uses them: real workers, one message for bad input."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from commands import LAUNCHED, environment, forked, process, python
+
 ROOT = Path(__file__).parent.parent
-MODULE = [sys.executable, "-m", "penstock.cli"]
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+WORKERS = {"ranks": 2}
 SMALL = """
 [model]
 kind = "gpt"
@@ -34,16 +34,6 @@ plain_steps = 0
 """
 
 
-def environment(**more):
-    around = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    return around | {"OMP_NUM_THREADS": "1"} | more
-
-
-def penstock(*arguments, cwd=None):
-    words = [*MODULE, *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment(), cwd=cwd)
-
-
 @pytest.fixture
 def small(tmp_path):
     file = tmp_path / "small.toml"
@@ -57,14 +47,14 @@ def losses(done):
 
 
 def test_training_on_workers_gives_the_losses_of_one_process(small):
-    workers, inline = (losses(penstock("train", small, "--json", *flags)) for flags in ((), ("--inline",)))
+    workers, inline = losses(process("train", small, "--json")), losses(forked("train", small, "--json", "--inline"))
     assert workers == inline
     assert len(workers) == 12
     assert sum(workers[-3:]) < sum(workers[:3])
 
 
 def test_training_on_workers_ends_in_a_table_and_a_report(small, tmp_path):
-    done = penstock("train", small, "--steps", 6, "--report", tmp_path / "new" / "run.html")
+    done = forked("train", small, "--steps", 6, "--report", tmp_path / "new" / "run.html", **WORKERS)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^step (\d+)/6  loss \d", done.stdout, re.MULTILINE) == ["1", "4", "6"]
     for name in ("2 workers", "time per step", "bubble", "memory, each", "traffic per step"):
@@ -76,7 +66,7 @@ def test_training_on_workers_ends_in_a_table_and_a_report(small, tmp_path):
 
 
 def test_the_figures_of_a_run_as_json(small):
-    told = json.loads(penstock("train", small, "--steps", 5, "--json").stdout)
+    told = json.loads(forked("train", small, "--steps", 5, "--json", **WORKERS).stdout)
     assert 0 < told["timeline"]["bubble"] < 1
     assert len(told["memory"]) == 2
     assert told["traffic"] > 0
@@ -85,7 +75,7 @@ def test_the_figures_of_a_run_as_json(small):
 
 def test_a_plain_process_is_timed_in_the_same_run(small):
     small.write_text(SMALL.replace("plain_steps = 0", "plain_steps = 2"))
-    told = json.loads(penstock("train", small, "--steps", 3, "--json").stdout)
+    told = json.loads(forked("train", small, "--steps", 3, "--json", **WORKERS).stdout)
     assert told["plain"][0]["threads"] == 1
     assert told["plain"][0]["seconds"] > 0
 
@@ -94,12 +84,12 @@ def test_ranks_that_torchrun_launched_are_taken_as_they_are(small):
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     words += ["penstock.cli", "train", str(small), "--steps", "4", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment())
-    assert losses(done) == losses(penstock("train", small, "--steps", 4, "--json", "--inline"))
+    assert losses(done) == losses(forked("train", small, "--steps", 4, "--json", "--inline"))
 
 
 def test_verify_on_workers_and_inline(small):
-    for flags in ((), ("--inline",)):
-        done = penstock("verify", small, "--steps", 2, "--json", *flags)
+    for run, flags in ((process, ()), (forked, ("--inline",))):
+        done = run("verify", small, "--steps", 2, "--json", *flags)
         assert done.returncode == 0, done.stderr
         told = json.loads(done.stdout)
         assert told["ok"]
@@ -111,8 +101,8 @@ def test_training_without_a_flush_on_workers_gives_the_losses_of_one_process(sma
     options = "options = {t1 = 4, t3 = 2}"
     small.write_text(SMALL.replace("stages = 2", f'stages = 2\nschedule = "pipemare"\n{options}'))
     page = tmp_path / "run.html"
-    workers = penstock("train", small, "--json", "--report", page)
-    assert losses(workers) == losses(penstock("train", small, "--json", "--inline"))
+    workers = forked("train", small, "--json", "--report", page, **WORKERS)
+    assert losses(workers) == losses(forked("train", small, "--json", "--inline"))
     assert len(losses(workers)) == 12
     told = json.loads(workers.stdout)
     assert 0 < told["timeline"]["bubble"] < 1
@@ -122,7 +112,7 @@ def test_training_without_a_flush_on_workers_gives_the_losses_of_one_process(sma
 
 def test_verify_refuses_an_asynchronous_schedule_before_it_starts_workers(small):
     small.write_text(SMALL.replace("stages = 2", 'stages = 2\nschedule = "2bw"'))
-    done = penstock("verify", small)
+    done = forked("verify", small)  # it has none to start
     assert (done.returncode, done.stdout, done.stderr.count("penstock: ")) == (2, "", 1)
     assert "expected a synchronous schedule to verify" in done.stderr
     assert "but got '2bw'" in done.stderr
@@ -130,7 +120,7 @@ def test_verify_refuses_an_asynchronous_schedule_before_it_starts_workers(small)
 
 def test_verify_leaves_with_1_for_a_model_that_a_pipeline_breaks():
     for flags in ((), ("--inline",)):
-        done = penstock("verify", ROOT / "tests" / "app" / "broken.toml", "--steps", 2, *flags)
+        done = forked("verify", ROOT / "tests" / "app" / "broken.toml", "--steps", 2, *flags, **WORKERS)
         assert done.returncode == 1, done.stderr
         assert "does NOT train as one plain process" in done.stdout
         assert "Traceback" not in done.stderr
@@ -138,10 +128,9 @@ def test_verify_leaves_with_1_for_a_model_that_a_pipeline_breaks():
 
 def test_the_examples_train(tmp_path):
     for name in ("gpt.toml", "own.toml"):
-        done = penstock("train", ROOT / "examples" / name, "--steps", 2, "--inline", "--json", cwd=tmp_path)
+        done = forked("train", ROOT / "examples" / name, "--steps", 2, "--inline", "--json", cwd=tmp_path)
         assert len(losses(done)) == 2
-    words = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "2"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment(), cwd=tmp_path)
+    done = python(ROOT / "examples" / "train_gpt.py", 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1"]
 
@@ -197,14 +186,14 @@ def test_bad_input_gets_one_message(small, monkeypatch, capsys, case, command):
 
 
 def test_a_refusal_as_a_process_has_no_traceback(small):
-    done = penstock("train", small.parent / "nowhere.toml")
+    done = process("train", small.parent / "nowhere.toml")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
 
 
 def test_a_text_that_is_not_there_is_said_once_by_workers(small):
     small.write_text(SMALL.replace("[pipeline]", '[data]\npath = "no.txt"\n[pipeline]'))
-    done = penstock("verify", small)
+    done = forked("verify", small, **WORKERS)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("data.path: expected a file") == 1, done.stderr
     assert "Traceback" not in done.stderr
@@ -212,7 +201,7 @@ def test_a_text_that_is_not_there_is_said_once_by_workers(small):
 
 def test_what_workers_refuse_is_said_once(small):
     small.write_text(SMALL.replace("[pipeline]", "[pipeline]\ncuts = ['block.1']"))
-    done = penstock("train", small)
+    done = forked("train", small, **WORKERS)
     assert done.returncode == 2, done
     assert "Traceback" not in done.stderr
     assert done.stderr.count("cuts to name submodules") == 1, done.stderr

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import commands
 from penstock import check, from_csv
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +27,7 @@ def blocks(language):
     ]
 
 
-def commands():
+def named_commands():
     found = {
         command
         for page in PAGES
@@ -41,15 +40,16 @@ def commands():
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks_run(code, tmp_path):
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    block = tmp_path / "block.py"
+    block.write_text(code)
+    done = commands.python(block, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", named_commands())
 def test_commands_run(command, tmp_path):
     (tmp_path / "mine.csv").write_text(SAMPLE)
-    words = [sys.executable, "-m", "penstock.cli", *shlex.split(command)[1:]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = commands.forked(*shlex.split(command)[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

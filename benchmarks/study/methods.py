@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.optim import NAdam, Optimizer
 
+from penstock.app.muon import Muon as BothMuon
+
 Make = Callable[..., Optimizer]
 WARM_UP = 20  # updates over which every learning rate rises
 T1, T3 = 50, 20  # updates: a quarter of the text's run, a tenth of it
@@ -18,25 +20,13 @@ AdamW: Make = partial(torch.optim.AdamW, fused=True)
 LookAhead: Make = partial(NAdam, betas=(0.99, 0.999), decoupled_weight_decay=True, weight_decay=0.01)
 
 
-class Muon(Optimizer):
-    """Muon for the matrices of blocks, AdamW for all else."""
+def of_a_block(name: str, parameter: nn.Parameter) -> bool:
+    """By the shape: a stage's parameters come here without names."""
+    shape = parameter.shape
+    return len(shape) == 2 and max(shape) <= 4 * min(shape) and shape[0] % 32 == 0
 
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
-        parameters = list(parameters)
-        square = [p for p in parameters if p.ndim == 2 and max(p.shape) <= 4 * min(p.shape) and p.shape[0] % 32 == 0]
-        rest = [p for p in parameters if not any(p is other for other in square)]
-        super().__init__(parameters, {"lr": lr})
-        self.inner: list[Optimizer] = []
-        if square:
-            # the rate of an AdamW step of the same size
-            self.inner.append(torch.optim.Muon(square, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
-        if rest:
-            self.inner.append(AdamW(rest, lr=lr))
-        self.param_groups = [group for one in self.inner for group in one.param_groups]
 
-    def step(self, closure: Any = None) -> None:
-        for one in self.inner:
-            one.step()
+Muon: Make = partial(BothMuon, matrices=of_a_block)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Times of all contenders, interleaved, without the samples that somebody else disturbed.
 
-Two signs of a disturbance: cores that were busy with other processes (`benchmarks.quiet`), and cores that were slow,
-as a fixed piece of work just before and after the step tells (neighbours on the same physical machine show only so).
+Two signs of a disturbance: cores that were busy with other processes (`penstock.profiler.quiet`), and cores that were
+slower or faster than they usually were in this run, as a fixed piece of work just before and after the step tells:
+neighbours on the same physical machine show only so, and where they always are, the fastest moments are the odd ones.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import random
 import statistics
 from dataclasses import dataclass, field
 
-from benchmarks.quiet import quiet_sample
+from penstock.profiler.quiet import quiet_sample
 
-SLOWER = 1.10  # a probe that takes this much longer than the run's fastest says that the core was slow
+ODD = 1.10  # a probe that takes this much longer or shorter than the run's median says that the core was not itself
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,16 @@ class Samples:
 
 @dataclass
 class Speed:
-    """The fastest probe of a run."""
+    """All probes of a run."""
 
-    best: float = float("inf")
+    probes: list[float] = field(default_factory=list)
+
+    @property
+    def usual(self):
+        return statistics.median(self.probes)
 
     def was_usual(self, probe):
-        return not probe or probe <= SLOWER * self.best
+        return not probe or self.usual / ODD <= probe <= self.usual * ODD
 
 
 def collect(team, names, repetitions, patience=2):
@@ -85,5 +90,5 @@ def collect(team, names, repetitions, patience=2):
             with quiet_sample() as sample:
                 laps = team.ask("step", name)
             found[name].all.append(Sample.of(laps, sample.quiet))
-            speed.best = min(speed.best, found[name].all[-1].probe)
+            speed.probes.append(found[name].all[-1].probe)
     return found

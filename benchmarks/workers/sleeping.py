@@ -101,12 +101,32 @@ class Naps:
         return {"F + B": (time.perf_counter() - begin) / MICROBATCHES}
 
 
+class Bare:
+    """Forwards and backwards of a stage with the same sleeps, by autograd alone: no pipeline, nothing to wait for.
+
+    Each begins on caches that the sleep has left cold, which a stage that computes would not; whoever runs the
+    pipeline pays that.
+    """
+
+    def __init__(self, numbers):
+        self.stage, self.x = Sleeper(), torch.ones(1, numbers, requires_grad=True)
+
+    def zero(self):
+        self.stage.zero_grad()
+
+    def step(self):
+        begin = time.perf_counter()
+        for _ in range(MICROBATCHES):
+            torch.autograd.backward(score(self.stage(self.x.detach().requires_grad_()), None))
+        return {"F + B": (time.perf_counter() - begin) / MICROBATCHES}
+
+
 class Sleeping(Contest):
     """On one rank: for every size of activation, the peer's schedules and ours."""
 
     def __init__(self, rank, ours=True, sizes=SIZES):
         exact_timers()
-        ranks, contenders = dist.get_world_size(), {"naps": Naps()}
+        ranks, contenders = dist.get_world_size(), {"naps": Naps(), "bare": Bare(min(sizes.values()))}
         for size, numbers in sizes.items():
             x, y = torch.ones(MICROBATCHES, ROW), torch.zeros(MICROBATCHES, 1)
             for name in ("gpipe", "1f1b"):

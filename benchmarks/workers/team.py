@@ -1,7 +1,7 @@
 """A team of processes, one a rank, that a conductor tells what to do next.
 
 The conductor only waits meanwhile, so whatever else the cores do can be told apart from the ranks' work: see
-`benchmarks.quiet`.
+`penstock.profiler.quiet`.
 """
 
 from __future__ import annotations

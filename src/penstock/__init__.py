@@ -15,9 +15,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.app.estimating import estimate
+    from penstock.app.muon import muon
     from penstock.app.nesterov import nesterov
     from penstock.app.pipeline import Pipeline, Step
     from penstock.app.plan_run import plan, read_profile
+    from penstock.app.profiling import profile
     from penstock.core.action import Action, Op
     from penstock.core.check import check
     from penstock.core.cluster import Cluster, Device, Level
@@ -66,12 +69,15 @@ _HOME = {
     "Timeline": "core.timeline",
     "breakdown": "simulator.breakdown",
     "check": "core.check",
+    "estimate": "app.estimating",
     "from_csv": "core.text",
     "from_torch_csv": "core.torch_text",
     "loop": "schedules.registry",
     "lower": "core.lower",
+    "muon": "app.muon",
     "nesterov": "app.nesterov",
     "plan": "app.plan_run",
+    "profile": "app.profiling",
     "read_cluster": "core.cluster_file",
     "read_profile": "app.plan_run",
     "schedule": "schedules.registry",
@@ -107,12 +113,15 @@ __all__ = [
     "Timeline",
     "breakdown",
     "check",
+    "estimate",
     "from_csv",
     "from_torch_csv",
     "loop",
     "lower",
+    "muon",
     "nesterov",
     "plan",
+    "profile",
     "read_cluster",
     "read_profile",
     "schedule",

@@ -6,6 +6,8 @@ from the loader.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -438,3 +440,19 @@ def test_stages_without_weights(options):
         before = weights(pipe)["0.weight"].clone()
         assert len(trained(pipe, batches)) == 8
         assert not weights(pipe)["0.weight"].equal(before)
+
+
+def test_a_script_that_ends_inside_its_loop_says_nothing(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\nimport penstock\n"
+        "pipe = penstock.Pipeline(\n"
+        "    nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), example=torch.ones(2, 4), stages=2,\n"
+        "    schedule='pipedream', microbatches=1, loss=nn.functional.mse_loss,\n"
+        "    optimizer=lambda p: torch.optim.SGD(p, lr=0.1),\n"
+        ")\n"
+        "records = pipe.train([(torch.ones(2, 4), torch.zeros(2, 4))] * 9)\n"
+        "print(next(records).index, next(records).index)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 1\n", "")

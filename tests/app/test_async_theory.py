@@ -77,20 +77,20 @@ def turns(law: Delays, edge: float, steps: int, schedule: str, **options: Any) -
         assert path == pytest.approx(quadratic.path(law, share * edge, steps), rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize(("tau", "edge"), [(0, 2), (1, 1), (2, 0.618034), (3, 0.445042), (5, 0.284630), (8, 0.184537)])
+@pytest.mark.parametrize(("tau", "edge"), [(0, 2), (1, 1), (2, 0.618034), (3, 0.445042), (5, 0.284630)])
 def test_delayed_sgd(tau, edge):
     """(2 / lam) sin(pi / (4 tau + 2)), whether weights are stashed or not: with one product, backward needs none."""
-    turns(Delays(tau), edge, 100, "pipedream")
+    turns(Delays(tau), edge, 80, "pipedream")
 
 
 @pytest.mark.parametrize("options", [{"vertical_sync": True}, {"stash": False}])
 def test_and_the_other_kinds_of_pipedream(options):
-    turns(Delays(3), 0.445042, 100, "pipedream", **options)
+    turns(Delays(3), 0.445042, 80, "pipedream", **options)
 
 
-@pytest.mark.parametrize("depth", [2, 4])
+@pytest.mark.parametrize("depth", [2, 3])
 def test_2bw_has_a_delay_of_one_whatever_its_depth(depth):
-    turns(Delays(1), 1.0, 100, "2bw", m=depth)
+    turns(Delays(1), 1.0, 80, "2bw", m=depth)
 
 
 D_STAR = quadratic.best_g(10) ** 10  # so that D ** (1 / tau) is the paper's g*
@@ -106,15 +106,15 @@ D_STAR = quadratic.best_g(10) ** 10  # so that D ** (1 / tau) is the paper's g*
 )
 def test_pipemare_where_the_gradient_minds_the_gap(law, edge, t2):
     """T2 raises the threshold as printed: from 0.01756 to 0.09762 at g*, 0.09711 at the default."""
-    turns(law, edge, 110, "pipemare", t2=t2)
+    turns(law, edge, 90, "pipemare", t2=t2)
 
 
 def test_without_stashing_the_gap_is_felt_and_with_it_not():
     """The same function at the same rates: stashing takes the forward's weights twice, so its threshold has no gap."""
-    turns(Delays(5, 0, 5), quadratic.first_unstable(Delays(5, 0, 5)), 100, "pipedream", stash=False)
-    assert first_growing(paths(Delays(5, 0, 5), 0.284630, 100, "pipedream")) == pytest.approx(1, abs=0.05)
+    turns(Delays(5, 0, 5), quadratic.first_unstable(Delays(5, 0, 5)), 80, "pipedream", stash=False)
+    assert first_growing(paths(Delays(5, 0, 5), 0.284630, 80, "pipedream")) == pytest.approx(1, abs=0.05)
 
 
 def test_t2_can_hurt():
     """For a negative sensitivity, here -1/2 at delay 16, the threshold falls from 2.0 to 0.104."""
-    turns(Delays(16, 0, -0.5, quadratic.best_g(16)), 0.104, 110, "pipemare", t2=quadratic.best_g(16) ** 16)
+    turns(Delays(16, 0, -0.5, quadratic.best_g(16)), 0.104, 90, "pipemare", t2=quadratic.best_g(16) ** 16)

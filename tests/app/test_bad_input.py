@@ -210,7 +210,7 @@ class Foreign:
         ({"stages": None}, "stages, cuts or a list of stage modules, but got none"),
         ({"stages": 40}, "at most .* stages"),
         ({"schedule": "pipedream", "optimizer": None}, "an optimizer under an asynchronous schedule, but got none"),
-        ({"schedule": None}, "schedule= to be a name, or a schedule, but got None"),
+        ({"schedule": 3}, "schedule= to be a name, or a schedule, but got 3"),
         ({"transport": "tcp"}, "transport= to be one of shared, gloo, but got 'tcp'"),
         (
             {"lr_scheduler": lambda optimizer: None, "optimizer": plain.adamw},

@@ -91,6 +91,8 @@ def test_an_asynchronous_schedule_with_its_options(tmp_path):
 def test_a_whole_section_can_be_put_in_place_of_the_files(tmp_path):
     found = config(tmp_path, GOOD, optimizer={"name": "nesterov", "lr": 0.1})
     assert (found.optimizer.name, found.optimizer.arguments) == ("nesterov", {"lr": 0.1})
+    found = config(tmp_path, GOOD, optimizer={"name": "muon", "lr": 0.1, "momentum": 0.9})
+    assert (found.optimizer.name, found.optimizer.arguments) == ("muon", {"lr": 0.1, "momentum": 0.9})
 
 
 def test_everything_wrong_is_said_at_once(tmp_path):
@@ -210,6 +212,7 @@ def test_everything_wrong_is_said_at_once(tmp_path):
         ("stages = 2", 'stages = "2"', "pipeline.stages", 'a whole number of at least 1, but got "2"'),
         ("lr = 1e-3", "lr = -1.0", "optimizer", "values that AdamW takes, but got Invalid learning rate: -1.0"),
         ("lr = 1e-3", "weight_deca = 1.0", "optimizer.weight_deca", "an argument of torch.optim.AdamW, but got an un"),
+        ('"AdamW"', '"muon"\nmatrices = 1', "optimizer.matrices", "an argument of muon, but got an unknown"),
         ('"AdamW"', '"nesterov"\nmomentum = 0.9', "optimizer.momentum", "an argument of nesterov, but got an unknown"),
         ('"AdamW"', '"LBFGS"', "optimizer.name", "a class of torch.optim"),
         ("[training]", "[optimizer.scheduler]\nname = 3\n[training]", "optimizer.scheduler.name", "the name of"),

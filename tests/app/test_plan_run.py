@@ -9,6 +9,7 @@ import pytest
 
 from penstock import Cluster, Device, FormatError, InputError, Layer, Level, Profile, schedule, simulate
 from penstock.app.plan_run import as_json, plan, plan_all, plan_command, read_profile
+from penstock.app.plan_why import traffic
 from penstock.core.plan import Plan
 from penstock.planners.registry import PLANNERS
 from planners.brute import random_profile
@@ -40,7 +41,7 @@ def test_json_of_every_method(files, method):
         stage["layers"][1] + 1 for stage in told["stages"][:-1]
     ]
     assert (told["stages"][0]["layers"][0], told["stages"][-1]["layers"][1]) == (0, 5)
-    used = sorted(device for stage in told["stages"] for device in stage["devices"])
+    used = sorted({device for stage in told["stages"] for device in stage["devices"]})
     assert all(len(stage["devices"]) == stage["replicas"] for stage in told["stages"])
     assert used == [entry["device"] for entry in told["memory"]]
     assert all(entry["limit"] == 1e4 and entry["bytes"] <= 1e4 for entry in told["memory"])
@@ -83,7 +84,7 @@ def test_what_does_not_fit_is_said(files):
     assert found.over
     assert not as_json(found)["fits"]
     refused = plan_all(profile, Cluster.uniform((Level("link", 2, 8.0),), Device("d", 1.0)))
-    assert [isinstance(one, InputError) for one in refused] == [False, False, True, True, True]
+    assert [isinstance(one, InputError) for one in refused] == [True, False, False, True, True, True]
 
 
 def test_a_micro_batch_of_another_size(files):
@@ -92,9 +93,26 @@ def test_a_micro_batch_of_another_size(files):
     assert (found.plan.microbatches, found.rows, found.outcome.profile.samples) == (4, 12, 3)
 
 
+def test_replicas_that_take_turns_reduce_once_a_round():
+    """What moves is told for one step, as the busiest parts of a step are."""
+    profile = Profile((Layer("L", 2.0, 2.0, 2.0, parameter_bytes=32.0),))
+    found = plan(profile, Cluster.uniform((Level("link", 4, 64.0),)), method="pipedream", batch=1)
+    (moved,) = traffic(found)
+    assert found.plan.replicas == (4,)
+    assert moved.bytes == 2 * 3 / 4 * 32 / 4
+    share = next(share for share, what in found.busy if what == "the all-reduce of stage 0")
+    assert moved.seconds == pytest.approx(share * found.step_seconds)
+
+
+@pytest.mark.parametrize("method", PLANNERS)
+def test_layers_that_take_no_time_are_nothing_to_plan(method):
+    with pytest.raises(InputError, match="a profile in which some layer takes time, but got 0 seconds in all"):
+        plan(Profile((Layer("a", 0.0, 0.0, 0.0),) * 2), Cluster.uniform((Level("link", 2, 8.0),)), method=method)
+
+
 def test_bad_input(files, tmp_path):
     profile, cluster = files
-    with pytest.raises(InputError, match="the name of a planner, but got 'daple'; try dapple; all are balance,"):
+    with pytest.raises(InputError, match="the name of a planner, but got 'daple'; try dapple; all are search,"):
         plan_command(profile, cluster, "daple")
     with pytest.raises(InputError, match="a multiple of the micro-batch of 3 rows, but got 10"):
         plan_command(profile, cluster, batch=10, microbatch=3)
@@ -102,6 +120,8 @@ def test_bad_input(files, tmp_path):
         plan(read_profile(profile), Cluster.uniform((Level("link", 2, 8.0),)), method="2bw", keep=1)
     with pytest.raises(FormatError, match=r"none\.json: expected a readable profile"):
         read_profile(tmp_path / "none.json")
+    with pytest.raises(InputError, match="samples with a text profile alone; JSON says its own, but got 3"):
+        read_profile(tmp_path / "none.json", 3)
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(FormatError, match=r"bad\.json: expected JSON"):
         read_profile(tmp_path / "bad.json")

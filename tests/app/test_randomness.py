@@ -111,6 +111,37 @@ def test_layer_drop_is_the_same_when_recomputed_and_for_every_schedule(draw):
         assert plain.off(after, weights) < 1e-11
 
 
+class Drawing:
+    """Draws by Python's generator, or what it is told to."""
+
+    always: float | None = None
+
+    def __call__(self) -> float:
+        drawn = random.random()
+        return drawn if self.always is None else self.always
+
+
+@pytest.mark.parametrize("cuts", [["2", "4", "6"], ["8"], None])
+def test_what_the_trace_has_left_out_is_trained_all_the_same(cuts):
+    """A layer that was left out on the trace had handed on what it was given, and later stages took that from whoever
+    had made it: the input, say. What the layer made in a step was then lost."""
+    found = []
+    for traced in (0.0, 1.0):  # all are left out, or none
+        torch.manual_seed(4)
+        draw = Drawing()
+        model = nn.Sequential(*(Skipping(draw) for _ in range(8)), nn.Linear(6, 6)).to(F64)
+        given, draw.always = plain.case("mlp"), traced
+        where = {"cuts": cuts} if cuts else {"stages": 1}
+        pipe = Pipeline(
+            model, example=given.example, microbatches=8, loss=F.mse_loss, optimizer=plain.adamw, verify=False, **where
+        )
+        draw.always = 1.0  # none is left out in the steps
+        losses = [step.loss for step in pipe.train(given.batches)]
+        found.append((losses, plain.weights(pipe.model)))
+    assert found[0][0] == found[1][0]
+    assert plain.off(found[0][1], found[1][1]) == 0
+
+
 def test_the_users_generators_are_left_alone():
     given = dropping()
     pipe = Pipeline(given.fresh(), example=given.example, stages=2, microbatches=4, loss=given.loss)

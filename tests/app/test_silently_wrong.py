@@ -105,3 +105,32 @@ def test_what_waits_in_1f1b_is_what_1f1b_needs():
     pipe.engine.acting.turn = watch
     pipe.step(*given.batches[0])
     assert most == [4, 3, 2, 1]
+
+
+class Asleep(torch.nn.Module):
+    """Hands on what it is given until somebody wakes it: nobody draws, and no mode or flag of an open module tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.awake = torch.nn.Linear(6, 6), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)) if self.awake else x
+
+
+def test_a_layer_that_was_the_identity_on_the_trace_is_none_later():
+    """Its result was taken for what it had been given, which later stages had from somebody else: the layer's own was
+    lost, and so was its gradient."""
+    given = plain.case("mlp")
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 6), Asleep(), torch.nn.Linear(6, 6), Asleep(), torch.nn.Linear(6, 6)]
+    model = torch.nn.Sequential(*layers).to(torch.float64)
+    case = plain.Case(model, given.loss, given.batches)
+    pipe, whole = pipeline(case, cuts=["1", "2", "4"], stages=4, verify=False), case.fresh()
+    for step, (x, y) in enumerate(given.batches[:3]):
+        for one in (pipe.model, whole):
+            one.zero_grad()
+            one[1].awake[:] = one[3].awake[:] = [True] * step
+        pipe.step(x, y)
+        plain.backward(whole, given.loss, x, y)
+        assert plain.off(plain.gradients(pipe.model), plain.gradients(whole)) < 1e-12

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from penstock import Cluster, Device, FormatError, Level
+from penstock import Cluster, Device, FormatError, InputError, Level
 from penstock.core.cluster_file import read_cluster
-from penstock.core.cluster_presets import PRESETS
+from penstock.core.cluster_presets import KINDS, PRESETS
 
 WHOLE = """
 hosts = 2
@@ -16,6 +19,7 @@ kind = ["fast", "slow"]
 [kinds.fast]
 memory = 80e9
 speed = 2.0
+host_bandwidth = 32e9
 
 [kinds.slow]
 memory = 16e9
@@ -25,6 +29,7 @@ name = "nvlink"
 bandwidth = 25e9
 latency = 5e-6
 reduce_bandwidth = 20e9
+reduce_latency = 2e-5
 reduce_rings = true
 
 [between]
@@ -44,8 +49,8 @@ def read(tmp_path):
 
 
 def test_hosts_kinds_and_links(read):
-    fast, slow = Device("fast", 80e9, 2.0), Device("slow", 16e9)
-    inside = Level("nvlink", 2, 25e9, 5e-6, 20e9, reduce_rings=True)
+    fast, slow = Device("fast", 80e9, 2.0, 32e9), Device("slow", 16e9)
+    inside = Level("nvlink", 2, 25e9, 5e-6, 20e9, reduce_rings=True, reduce_latency=2e-5)
     assert read(WHOLE) == Cluster((fast, fast, slow, slow), (inside, Level("between", 2, 1e9, shared=True)))
     assert Cluster.from_json(read(WHOLE).to_json()) == read(WHOLE)
 
@@ -58,7 +63,7 @@ def test_further_levels_and_a_preset_that_is_changed(read):
         ("inside", 8, 300e9), ("between", 3, 9.0), ("pod", 2, 1.0),
     ]  # fmt: skip
     assert found.levels[1].latency == PRESETS["dgx-a100"]["between"]["latency"]
-    assert found.devices == (Device("a100-80", 80e9),) * 48
+    assert found.devices == (Device("a100-80", 80e9, host_bandwidth=32e9),) * 48
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -94,7 +99,14 @@ BAD = {
         WHOLE.replace("bandwidth = 1e9", ""),
         "c.toml: between.bandwidth: expected bytes/s of a transfer, but got none",
     ),
-    "negative": (WHOLE.replace("1e9", "-1e9"), "c.toml: expected positive bandwidths at level 'between'"),
+    "negative": (
+        WHOLE.replace("1e9", "-1e9"),
+        r"c.toml: between.bandwidth: expected a number above 0, but got -1000000000\.0",
+    ),
+    "none of it": (WHOLE.replace("80e9", "0"), "c.toml: kinds.fast.memory: expected a number above 0, but got 0"),
+    "before it is sent": (WHOLE.replace("5e-6", "-1"), "c.toml: inside.latency: expected a number of 0 or more"),
+    "no number": (WHOLE.replace("2e-5", "nan"), "c.toml: inside.reduce_latency: expected a number of 0 or more"),
+    "without end": (WHOLE.replace("5e-6", "inf"), "c.toml: expected a latency of 0 or more seconds at level 'nvlink'"),
     "no devices": (WHOLE.replace("devices = 2", ""), "c.toml: devices: expected the key"),
     "hosts apart": (
         "hosts = 2\ndevices = 1\n[inside]\nbandwidth = 1.0",
@@ -111,6 +123,32 @@ BAD = {
     "preset unknown": ("preset = 'dgx'", "c.toml: preset: expected one of .* but got 'dgx'"),
     "no table": ("inside = 3\n", "c.toml: inside: expected a table with .* but got 3"),
     "no size": (WHOLE + "[[above]]\nbandwidth = 1.0", "c.toml: above.size: expected how many groups"),
+    "nothing inside": (
+        "devices = 2\n[inside]",
+        "c.toml: inside.bandwidth: expected bytes/s of a transfer, but got none",
+    ),
+    "nothing between": (
+        "hosts = 2\ndevices = 2\n[inside]\nbandwidth = 1.0\n[between]",
+        "c.toml: between.bandwidth: expected bytes/s of a transfer, but got none",
+    ),
+    "very slow": (
+        WHOLE.replace("speed = 2.0", "speed = 1e-300"),
+        "c.toml: expected speed of device 'fast' to be at least 1e-09, but got 1e-300; correct the device",
+    ),
+    "very large": (
+        WHOLE.replace("80e9", "1" * 400),
+        r"c.toml: expected memory of device 'fast' to be at most 1e\+30, but got about 1e399; correct the device",
+    ),
+    "very many devices": (
+        "devices = 1000000000\n[inside]\nbandwidth = 1.0",
+        "c.toml: expected at most 1000000 devices in all, but got 1000000000; describe a smaller cluster",
+    ),
+    "very many hosts": (
+        "hosts = 1000000\ndevices = 2\n[inside]\nbandwidth = 1.0\n[between]\nbandwidth = 1.0",
+        "c.toml: expected at most 1000000 devices in all, but got 2000000; describe a smaller cluster",
+    ),
+    "brackets": ("hosts = " + "[" * 100_000, "c.toml: expected TOML, but got brackets within brackets without end"),
+    "digits": ("hosts = " + "1" * 5000, "c.toml: expected TOML, but got Exceeds the limit"),
     "no TOML": ("hosts 2", "c.toml:1: expected TOML"),
 }
 
@@ -124,3 +162,25 @@ def test_one_message_with_file_and_key(read, text, message):
 def test_neither_a_file_nor_a_preset():
     with pytest.raises(FormatError, match=r"dgx-a10: expected a TOML file or a preset \(pc, .* No such file"):
         read_cluster("dgx-a10")
+
+
+@pytest.mark.parametrize("hosts", [0, -1])
+def test_hosts_in_place_of_the_file_s_own(hosts):
+    with pytest.raises(InputError, match=f"hosts to be a whole number of at least 1, but got {hosts}"):
+        read_cluster("dgx-a100", hosts)
+
+
+def test_no_kinds_in_their_table(read):
+    assert len(read("devices = 2\n[kinds]\n[inside]\nbandwidth = 1.0").devices) == 2
+
+
+def test_what_the_page_says(read):
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    example = re.search(r"```toml\n(.*?)```", page, re.DOTALL)[1]
+    assert len(read(example).devices) == 2 * 8 * 4
+    said = re.search(r"Known kinds are (.*?);", page, re.DOTALL)[1]
+    assert re.findall(r"`(.*?)`", said) == list(KINDS)
+    for kind in KINDS:
+        assert (
+            read(f"devices = 1\nkind = '{kind}'\n[inside]\nbandwidth = 1.0").devices[0].memory == KINDS[kind]["memory"]
+        )

@@ -40,6 +40,51 @@ def test_cluster_json_and_levels():
     assert cluster.group(5, 1) == 2
 
 
+def test_a_cluster_without_limits_is_plain_json():
+    cluster = Cluster.uniform((Level("host", 2, float("inf")),))
+    assert json.loads(json.dumps(cluster.to_json(), allow_nan=False))["devices"][0]["memory"] is None
+    assert through_json(cluster) == cluster
+
+
+@pytest.mark.parametrize("rate", [None, 5.0, float("inf")])
+def test_an_all_reduce_without_limit_is_not_one_as_fast_as_a_transfer(rate):
+    cluster = Cluster.uniform((Level("host", 2, 10.0, reduce_bandwidth=rate),))
+    written = json.loads(json.dumps(cluster.to_json(), allow_nan=False))
+    assert written["levels"][0]["reduce_bandwidth"] == ("inf" if rate == float("inf") else rate)
+    assert Cluster.from_json(written) == cluster
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "said"),
+    [
+        ("levels", "size", 1.0, "size of level 'host' to be a whole number of at least 1, but got 1.0"),
+        ("levels", "size", True, "size of level 'host' to be a whole number of at least 1, but got True"),
+        ("levels", "name", None, "the name of a level to be a text, but got None"),
+        ("levels", "shared", 1, "shared of level 'host' to be True or False, but got 1"),
+        ("levels", "reduce_bandwidth", "fast", "reduce_bandwidth of level 'host' to be a number, but got 'fast'"),
+        ("levels", "latency", None, "latency of level 'host' to be a number, but got None"),
+        ("levels", "size", 10**9, "at most 1000000 devices in all, but got 1000000000"),
+        ("devices", "speed", True, "speed of device 'a' to be a number, but got True"),
+        ("devices", "kind", 3, "the kind of a device to be a text, but got 3"),
+        ("devices", "memory", 10**400, r"memory of device 'a' to be at most 1e\+30, but got about 1e400"),
+    ],
+    ids=lambda part: str(part)[:30],
+)
+def test_values_of_a_written_cluster(part, key, value, said):
+    written = Cluster((Device("a", 8.0),), (Level("host", 1, 10.0, 0.5),)).to_json()
+    written[part][0][key] = value
+    with pytest.raises(InputError, match=f"^expected {said}; "):
+        Cluster.from_json(written)
+
+
+def test_a_cluster_from_before_offload_and_reduce_latency_still_loads():
+    written = Cluster((Device("a", 8.0),), (Level("host", 1, 10.0, 0.5),)).to_json()
+    for noun in (*written["devices"], *written["levels"]):
+        noun.pop("host_bandwidth", None), noun.pop("reduce_latency", None)
+    found = Cluster.from_json(written)
+    assert (found.devices[0].host_bandwidth, found.levels[0].reduce_wait) == (0.0, 0.5)
+
+
 @given(
     st.lists(st.tuples(*[st.floats(0, 1e3)] * 3), min_size=1, max_size=8),
     st.data(),
@@ -98,10 +143,24 @@ def test_timeline_json_keeps_times_and_memory():
         (lambda: Level("host", 1, 0.0), "positive bandwidths at level 'host'"),
         (lambda: Level("host", 1, float("nan")), "positive bandwidths"),
         (lambda: Level("host", 1, 1.0, -1.0), "latency of 0 or more seconds"),
+        (
+            lambda: Level("host", 1, 1.0, reduce_latency=-1.0),
+            "latency of 0 or more seconds at level 'host'",
+        ),
+        (lambda: Device(host_bandwidth=-1.0), "host_bandwidth of 0 or more bytes/s of device 'device', but got -1.0"),
+        (lambda: Device(host_bandwidth=float("inf")), "host_bandwidth of 0 or more bytes/s"),
         (lambda: Device(speed=0), "positive memory and speed of device 'device'"),
         (lambda: Device(memory=-1), "positive memory and speed"),
+        (lambda: Device("slow", speed=1e-300), "speed of device 'slow' to be at least 1e-09, but got 1e-300"),
+        (
+            lambda: Device(host_bandwidth=1e31),
+            r"host_bandwidth of device 'device' to be at most 1e\+30, but got 1e\+31",
+        ),
+        (lambda: Level("host", 1, 1e-300), "bandwidth of level 'host' to be at least 1e-09, but got 1e-300"),
+        (lambda: Level("host", 1, 1.0, 1e300), r"latency of level 'host' to be at most 1e\+30, but got 1e\+300"),
+        (lambda: Cluster.uniform((Level("host", 10**9, 1.0),)), "at most 1000000 devices in all, but got 1000000000"),
         (lambda: Cluster((Device(),), LEVELS), "6 devices, the product of the level sizes, but got 1"),
-        (lambda: Layer("conv", -1.0, 0, 0), "forward of layer 'conv' to be 0 or more, but got -1.0"),
+        (lambda: Layer("conv", -1.0, 0, 0), "forward of layer 'conv' to be a number of 0 or more, but got -1.0"),
         (lambda: Layer("conv", 0, 0, 0, parameter_bytes=float("nan")), "parameter_bytes of layer 'conv'"),
         (lambda: Profile(()), "at least one layer"),
         (lambda: Profile((Layer("a", 1, 1, 1), Layer("b", 1, 1, 1)), ((1, 0),)), r"no cycles\), but got \(1, 0\)"),
@@ -135,3 +194,20 @@ def test_json_with_an_unknown_law_names_it():
     data["schedule"]["law"] = "bogus"
     with pytest.raises(FormatError, match="bogus"):
         Schedule.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"stages": [{"first": 0, "last": 1.5}, {"first": 2.5, "last": 3}]}, "last layer of a stage .* but got 1.5"),
+        ({"stages": [{"first": 0.0, "last": 3}]}, "first layer of a stage .* but got 0.0"),
+        ({"placement": [0.0, 1.0]}, "rank of a stage .* but got 0.0"),
+        ({"devices": [[["a"]], [[1]]]}, "number of a device .* but got 'a'"),
+        ({"devices": [[[-5]], [[1]]]}, "number of a device .* but got -5"),
+        ({"batches": 0}, "batches to be a whole number of at least 1, but got 0"),
+    ],
+)
+def test_numbers_of_a_written_plan(change, said):
+    plan = Plan((StagePlan(0, 1), StagePlan(2, 3)), (0, 1), (((0,),), ((1,),)), "1f1b", 2)
+    with pytest.raises(InputError, match=said):
+        Plan.from_json(plan.to_json() | change)

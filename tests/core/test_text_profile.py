@@ -62,6 +62,18 @@ BAD = {
         "f.txt:1: expected activation_size to be a number, but got 'big'",
     ),
     "key": (node(1, figures=FIGURES + ", colour=3"), "f.txt:1: expected the keys .* but got 'colour'"),
+    "key twice": (
+        node(1) + node(2, figures=FIGURES + ", parameter_size=3"),
+        "f.txt:2: expected each key once, but got parameter_size again; drop one of them",
+    ),
+    "beyond reason": (
+        node(1, figures=FIGURES.replace("3.0", "1e308")),
+        r"f.txt:1: expected backward_compute_time to be at most 1e\+30, but got 1e308",
+    ),
+    "beyond reason in all": (
+        node(1, figures=FIGURES.replace("8.0", "[9e29; 9e29]")),
+        r"f.txt:1: expected activation_size to be at most 1e\+30, but got \[9e29; 9e29\]",
+    ),
     "line": (node(1) + "hello\n", "f.txt:2: expected a node, .* but got hello"),
     "edge": (
         node(1) + "\tnode1 - node2\n",

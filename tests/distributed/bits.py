@@ -1,6 +1,6 @@
 """Models that workers and the inline engine must train to the same bits, and what one run of them gives.
 
-Run as a script, by every rank: python bits.py TRANSPORT FILE, which writes what rank 0 found for all cases.
+Run as a script, by every rank: python bits.py KIND FILE, which writes what rank 0 found over each transport.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from torch import Tensor, nn
 import penstock
 from penstock.models.gpt import GPT
 
-SCHEDULES = (
-    "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto", "dapple-pa", "dapple-pb", "dualpipe-v",
-    "dualpipe-v overlapped",
-)  # fmt: skip
+SCHEDULES = (  # those in a row place their stages alike: a pipeline can go on by the next one
+    ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "auto", "dapple-pa", "dapple-pb"),
+    ("interleaved",),
+    ("zb-v", "dualpipe-v", "dualpipe-v overlapped"),
+)
+TRANSPORTS = ("shared", "gloo")
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "dapple-pa": ("dapple", {"policy": "pa"}),
     "dapple-pb": ("dapple", {"policy": "pb"}),
@@ -36,11 +39,11 @@ ROWS = 8
 class UNet(nn.Module):
     """Skips that cross all stages between their ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
-        sizes = (3, 4, 5, 6, 8)
+        sizes = range(3, 4 + depth)
         self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(sizes))
-        self.middle = nn.Conv2d(8, 8, 3, padding=1)
+        self.middle = nn.Conv2d(sizes[-1], sizes[-1], 3, padding=1)
         self.up = nn.ModuleList(nn.Conv2d(2 * b, a, 3, padding=1) for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,16 +59,15 @@ class UNet(nn.Module):
         return x
 
 
-def _normed() -> nn.Module:
-    blocks = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(8)]
-    return nn.Sequential(*blocks)
+def _normed(blocks: int) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(blocks)))
 
 
-def _llama() -> nn.Module:
+def _llama(blocks: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=8, num_attention_heads=2,
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=blocks, num_attention_heads=2,
         num_key_value_heads=1, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -76,13 +78,16 @@ def _tokens(out: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), target.flatten())
 
 
-def case(kind: str) -> tuple[nn.Module, list[tuple[Any, Any]], Any]:
-    """A model, five batches and a loss, always the same."""
+def case(kind: str, ranks: int) -> tuple[nn.Module, list[tuple[Any, Any]], Any]:
+    """A model with a block for each of two chunks a rank, five batches and a loss, always the same."""
     torch.manual_seed(7)
-    if kind == "gpt":
-        model: nn.Module = GPT(vocab=32, width=16, heads=2, layers=8, length=8, dropout=0.1)
-    else:
-        model = {"unet": UNet, "normed": _normed, "llama": _llama}[kind]()
+    made: dict[str, Callable[[], nn.Module]] = {
+        "gpt": lambda: GPT(vocab=32, width=16, heads=2, layers=2 * ranks, length=8, dropout=0.1),
+        "unet": lambda: UNet(ranks),
+        "normed": lambda: _normed(2 * ranks),
+        "llama": lambda: _llama(2 * ranks),
+    }
+    model = made[kind]()
     if kind in ("gpt", "llama"):
         data: list[tuple[Any, Any]] = [
             (torch.randint(0, 32, (ROWS, 8)), torch.randint(0, 32, (ROWS, 8))) for _ in range(5)
@@ -95,27 +100,44 @@ def case(kind: str) -> tuple[nn.Module, list[tuple[Any, Any]], Any]:
 KINDS = ("gpt", "unet", "normed", "llama")
 
 
-def run(kind: str, name: str, ranks: int, transport: str | None = None) -> dict[str, Any]:
-    """Five steps: the losses, and a fingerprint of everything that was trained."""
-    model, data, loss = case(kind)
+def asked(name: str, ranks: int) -> tuple[Any, int]:
+    """A schedule and its number of micro-batches."""
     parts = 2 * ranks if name.startswith("dualpipe") else 4 if ranks != 3 else 6
     method, options = OPTIONS.get(name, (name, {}))
-    asked: Any = penstock.schedule(method, stages=ranks, microbatches=parts, **options) if options else name
+    return penstock.schedule(method, stages=ranks, microbatches=parts, **options) if options else name, parts
+
+
+def run(kind: str, ranks: int, transport: str | None = None) -> dict[str, Any]:
+    """Five steps by every schedule. The BatchNorm net has a pipeline for each; the others, whose pipelines take longer
+    to make, one for each row of schedules, which goes on from one to the next."""
+    rows = SCHEDULES if kind != "normed" else [(name,) for row in SCHEDULES for name in row]
+    return {name: found for row in rows for name, found in _row(kind, row, ranks, transport).items()}
+
+
+def _row(kind: str, names: tuple[str, ...], ranks: int, transport: str | None) -> dict[str, Any]:
+    """By schedule: the losses, and a fingerprint of everything that was trained."""
+    model, data, loss = case(kind, ranks)
+    schedule, parts = asked(names[0], ranks)
     pipe = penstock.Pipeline(
-        model, example=data[0][0][:2], stages=ranks, schedule=asked, microbatches=parts, loss=loss, clip=1.0,
+        model, example=data[0][0][:2], stages=ranks, schedule=schedule, microbatches=parts, loss=loss, clip=1.0,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), transport=transport, verify=False, timeout=60,
     )  # fmt: skip
-    losses = [step.loss for step in pipe.train(data)]
-    state = pipe.state_dict()
+    found = {}
+    for name in names:
+        if name != names[0]:
+            schedule, parts = asked(name, ranks)
+            pipe.switch(schedule, microbatches=parts)
+        losses = [step.loss for step in pipe.train(data)]
+        state = pipe.state_dict()
+        mark = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
+        found[name] = {"losses": losses, "mark": mark}
     pipe.close()
-    mark = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
-    return {"losses": losses, "mark": mark}
+    return found
 
 
-def main(transport: str, file: str) -> None:
+def main(kind: str, file: str) -> None:
     torch.set_num_threads(1)
-    ranks = int(os.environ["WORLD_SIZE"])
-    found = {f"{kind} {name}": run(kind, name, ranks, transport) for kind in KINDS for name in SCHEDULES}
+    found = {transport: run(kind, int(os.environ["WORLD_SIZE"]), transport) for transport in TRANSPORTS}
     if os.environ["RANK"] == "0":
         Path(file).write_text(json.dumps(found))
 

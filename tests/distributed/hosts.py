@@ -1,4 +1,7 @@
-"""Processes as the ranks of a run, on this host or on two hosts that are made of network namespaces (root only)."""
+"""Processes as the ranks of a run, on this host or on two hosts that are made of network namespaces (root only).
+
+They are forked from a process that has torch loaded (see nursery), unless a test wants programs.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+import nursery
 
 TESTS = Path(__file__).parent.parent
 
@@ -40,9 +47,10 @@ HERE = Host()
 
 @dataclass
 class Rank:
-    """A process and, once it has ended, what it said."""
+    """A process, the files that it writes to, and once it has ended what it said."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes] | nursery.Started
+    files: tuple[IO[str], IO[str]]
     out: str = ""
     error: str = ""
 
@@ -50,11 +58,17 @@ class Rank:
     def code(self) -> int | None:
         return self.process.returncode
 
+    def read(self) -> None:
+        for file in self.files:
+            file.seek(0)
+        self.out, self.error = (file.read() for file in self.files)
+
 
 @dataclass
 class Ranks:
     """Processes that run one script together. Leaving the block kills what is left of them."""
 
+    fork: bool = True
     ranks: list[Rank] = field(default_factory=list)
 
     def start(self, argv: list[str], hosts: list[Host], **environment: str) -> None:
@@ -64,7 +78,7 @@ class Ranks:
             env = {
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(TESTS),
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(hosts)),
                 "MASTER_ADDR": hosts[0].address,
@@ -72,25 +86,28 @@ class Ranks:
                 **host.environment,
                 **environment,
             }
-            process = subprocess.Popen(
-                [*host.prefix, sys.executable, *argv],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            self.ranks.append(Rank(process))
+            self.ranks.append(self._begun(argv, host, env))
+
+    def _begun(self, argv: list[str], host: Host, env: dict[str, str]) -> Rank:
+        out, err = files = (TemporaryFile("w+"), TemporaryFile("w+"))  # noqa: SIM115  # read when the rank has ended
+        if self.fork:
+            return Rank(nursery.start(argv, env, out.fileno(), err.fileno(), namespace=host.namespace), files)
+        command = [*host.prefix, sys.executable, *argv]
+        return Rank(subprocess.Popen(command, env=env, stdout=out, stderr=err), files)
 
     def wait(self, limit: float) -> list[Rank]:
         """Until all have ended; those that have not by then are killed (code -9)."""
         end = time.monotonic() + limit
         for rank in self.ranks:
+            late = ""
             try:
-                rank.out, rank.error = rank.process.communicate(timeout=max(0.0, end - time.monotonic()))
+                rank.process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 rank.process.kill()
-                rank.out, rank.error = rank.process.communicate()
-                rank.error += "\nkilled: too slow"
+                rank.process.wait(10)
+                late = "\nkilled: too slow"
+            rank.read()
+            rank.error += late
         return self.ranks
 
     def __enter__(self) -> Ranks:
@@ -100,12 +117,14 @@ class Ranks:
         for rank in self.ranks:
             if rank.process.poll() is None:
                 rank.process.kill()
-                rank.process.communicate()
+                rank.process.wait(10)
+            for file in rank.files:
+                file.close()
 
 
-def run(argv: list[str], hosts: list[Host], limit: float = 60.0, **environment: str) -> list[Rank]:
+def run(argv: list[str], hosts: list[Host], limit: float = 60.0, fork: bool = True, **environment: str) -> list[Rank]:
     """Start, wait, and demand that every rank exits with 0 and without a word of complaint."""
-    with Ranks() as ranks:
+    with Ranks(fork) as ranks:
         ranks.start(argv, hosts, **environment)
         for number, rank in enumerate(ranks.wait(limit)):
             assert rank.code == 0, f"rank {number} exited with {rank.code}\n{rank.out}\n{rank.error}"

@@ -62,8 +62,8 @@ def main(asked: dict[str, Any]) -> None:
     odd = asked.get("odd", "")
     stages, parts = asked.get("stages", int(os.environ.get("WORLD_SIZE", "2"))), asked.get("microbatches", 4)
     torch.manual_seed(RANK if odd == "seed" and mine else 3)
-    model = GPT(vocab=32, width=24 if odd == "model" and mine else 16, heads=2, layers=8, length=8, dropout=0.1)
-    for at in range(8):
+    model = GPT(vocab=32, width=24 if odd == "model" and mine else 16, heads=2, layers=4, length=8, dropout=0.1)
+    for at in range(4):
         model.blocks[at] = Odd(model.blocks[at], odd, asked.get("call", 3))
     draw = torch.Generator().manual_seed(5)
     batches = [

@@ -2,7 +2,8 @@
 
     python footprint.py gpipe never        prints predicted and measured bytes
 
-A fresh process, because a high-water mark never falls. A is taken from one layer alone, before there is a pipeline.
+A process of its own, because a high-water mark never falls. A is taken from one layer alone, before there is a
+pipeline.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from freed import give_back_what_is_freed
 from penstock import Pipeline, Schedule
 from penstock.core.action import Op
 from penstock.core.check import prove
@@ -22,7 +26,7 @@ from penstock.core.cost import Footprint, flat_costs
 from penstock.core.memory import activation_changes
 from penstock.engine.order import dependency_order
 
-WIDTH, ROWS = 64, 16384  # one activation of a micro-batch: 4 MiB
+WIDTH, ROWS = 16, 65536  # one activation of a micro-batch: 4 MiB
 SIZES = {"never": (4, 4, 7), "always": (2, 2, 64)}  # stages, micro-batches, layers a stage: over 500 MiB at the peak
 
 
@@ -81,6 +85,7 @@ def resident(which: str) -> int:
 
 
 def main(method: str, recompute: str) -> None:
+    give_back_what_is_freed()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     stages, parts, layers = SIZES[recompute]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from commands import python
 
 MIB = 2**20
 
@@ -16,12 +15,8 @@ MIB = 2**20
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the kernel's own high-water mark")
 @pytest.mark.parametrize(("method", "recompute"), [("gpipe", "never"), ("1f1b", "never"), ("gpipe", "always")])
 def test_the_high_water_mark_is_the_models_within_a_tenth(method, recompute):
-    # Every tensor of this size is then given back to the system when it is freed, and not kept for the next.
-    settings = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    program = Path(__file__).with_name("footprint.py")
-    done = subprocess.run(
-        [sys.executable, str(program), method, recompute], env=settings, capture_output=True, text=True, check=True
-    )
+    done = python(Path(__file__).with_name("footprint.py"), method, recompute)
+    assert done.returncode == 0, done.stderr
     predicted, measured = map(int, done.stdout.split())
     assert predicted > 500 * MIB
     assert measured == pytest.approx(predicted, rel=0.1)

@@ -105,5 +105,5 @@ class PipeDream:
         return found
 
     def leaving(self, cut):
-        senders = {a for a, b in self.profile.edges if a in cut and b not in cut}
-        return sum(self.profile.layers[a].output_bytes for a in senders)
+        crossing = (x for x in self.profile.outputs if x.source in cut and not cut.issuperset(x.readers))
+        return sum(x.bytes for x in crossing)

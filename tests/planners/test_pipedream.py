@@ -52,7 +52,7 @@ def test_equals_brute_force_on_380_random_instances(constant):
         expected = PipeDream(profile, levels, memory, constant).best()
         cluster = Cluster.uniform(levels, Device("d", memory))
         if expected == inf:
-            with pytest.raises(InputError, match="stages that fit"):
+            with pytest.raises(InputError, match="a plan that fits"):
                 pipedream(profile, cluster, constant=constant)
             continue
         found = pipedream(profile, cluster, constant=constant)
@@ -154,7 +154,7 @@ def test_bad_input():
         pipedream(worked_example(), cluster, constant="best")
     with pytest.raises(InputError, match="graph to be branching or chain, but got 'tree'"):
         pipedream(worked_example(), cluster, graph="tree")
-    with pytest.raises(InputError, match=r"stages that fit the 0\.1 GB of a device, on 4 devices, but got a model of"):
+    with pytest.raises(InputError, match=r"a plan that fits 0\.1 GB a device on 4 device.*GB short; what would fit"):
         pipedream(worked_example(), cluster)
 
 
@@ -174,10 +174,5 @@ def test_vgg16_on_16_workers(constant, replicas):
     assert found.plan.replicas == replicas
     if constant == "code":
         assert found.seconds == pytest.approx(0.0455, abs=5e-5)
-
-
-@needs_profiles
-@pytest.mark.parametrize(("name", "states"), [("vgg16", 41), ("resnet101", 411), ("gnmt_large", 100)])
-def test_states_of_the_published_graphs(name, states):
-    """The empty one included. Layers that cost nothing and only pass data on make no states of their own."""
-    assert len(Ideals.of(published(name))) == states
+        last = found.profile.layers[found.plan.cuts[0] :]
+        assert sum("Conv2d" in layer.name for layer in last) == 2  # the last two, and all that follows

@@ -46,8 +46,9 @@ class Case:
 
     def _named(self) -> list[Schedule]:
         if self.placement == "straight":
-            caps = range(1, min(self.microbatches, 2 * self.stages) + 1)
-            early = [self._build("dapple", policy=policy, cap=cap) for policy in ("pa", "pb") for cap in caps]
+            tops = {"pa": self.stages, "pb": 2 * self.stages - 1}  # a higher cap changes nothing
+            caps = [(policy, cap + 1) for policy, top in tops.items() for cap in range(min(self.microbatches, top))]
+            early = [self._build("dapple", policy=policy, cap=cap) for policy, cap in caps]
             return early + [self._build(name) for name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")]
         names = ["interleaved"] if self.placement == "interleaved" else ["zb-v", "dualpipe-v"]
         built = []

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from auto_cases import PLACEMENTS, ROUNDING, draw
 
+from penstock.core import jit
 from penstock.core.check import check
 from penstock.core.cost import flat_costs
 from penstock.core.lower import lower
@@ -19,6 +20,12 @@ from penstock.schedules.registry import schedule
 from penstock.simulator.simulate import simulate_costs
 
 QUICK = 300  # far below the usual effort: what holds here holds all the more with more
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    """The simulator's loops, which run thousands of times here; the bits are the same."""
+    monkeypatch.setattr(jit, "COMPILE_FROM", 0)
 
 
 @pytest.mark.slow

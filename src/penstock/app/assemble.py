@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,6 +30,7 @@ from penstock.model.batch import as_call, piece, require_device
 from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
 from penstock.model.chain import Chain
+from penstock.model.layers import layers_of
 from penstock.model.materialise import is_weightless, materialise, traceable
 from penstock.model.offload import Offload, Swap
 from penstock.model.split import Split
@@ -62,14 +63,17 @@ def assemble(wanted: Wanted) -> Assembled:
     wish_of(wanted.transport)  # whatever it says, it must be sense: the same script may run on several ranks
     moves = Offload.read(wanted.offload)
     precision = read_precision(wanted.precision, device)
-    settings = Settings(device, wanted.seed, read_recompute(wanted.recompute), moves, precision)
+    common = Settings(device, wanted.seed, read_recompute(wanted.recompute), moves, precision)
+    settings = tuple(_settings(wanted, common, stage) for stage in range(shape.stages))
     feed = Feed(crew, wanted.data, device)
     if not crew.alone:
         _agree(crew, model, chosen, wanted)
+    if wanted.plan is not None:
+        cuts = wanted.plan.cuts(layers_of(model, args, kwargs).names)
     with traceable(model, (args, kwargs)) as (args, kwargs):
         split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
         require_sound(chosen, split.edges)
-        _require_once(split, settings.recompute)
+        _require_once(split, settings)
         if wanted.verify and not bare:
             compare_with_whole(split, args, kwargs, device)
         if not crew.alone:
@@ -79,17 +83,32 @@ def assemble(wanted: Wanted) -> Assembled:
     return _joined(wanted, crew, split, chosen, settings, feed)
 
 
-def _joined(wanted: Wanted, crew: Crew, split: Split, chosen: Chosen, settings: Settings, feed: Feed) -> Assembled:
+def _settings(wanted: Wanted, common: Settings, stage: int) -> Settings:
+    """What is asked of all stages, and what a plan asks of one besides."""
+    if wanted.plan is None:
+        return common
+    planned = wanted.plan.plan.stages[stage]
+    return replace(
+        common,
+        recompute=Recompute.ALWAYS if planned.recompute else common.recompute,
+        offload=common.offload | Offload.ACTIVATIONS if planned.offload else common.offload,
+    )
+
+
+def _joined(
+    wanted: Wanted, crew: Crew, split: Split, chosen: Chosen, settings: tuple[Settings, ...], feed: Feed
+) -> Assembled:
     """The parts that depend on which stages are this process's."""
     model = split.model
-    used, tied = _used(split), split.ties()
+    used, tied = [split.used(stage) for stage in range(split.pieces)], split.ties()
     if not crew.alone:
         _require_parted_buffers(crew, split)
     named = dict(model.named_parameters())
     norms, buffers = DeferredNorms(model), Buffers(model)
     shared = {stage: [named[name] for name, users in tied.items() if stage in users] for stage in crew.here}
-    stages = [Stage(split, at, settings, norms, buffers, used[at], shared[at]) for at in crew.here]
-    lanes = _open(wanted, crew, split.edges, tied, settings.device)
+    stages = [Stage(split, at, settings[at], norms, buffers, used[at], shared[at]) for at in crew.here]
+    device = settings[0].device
+    lanes = _open(wanted, crew, split.edges, tied, device)
     every = [Tie(name, named[name], users) for name, users in tied.items()]
     ties = Ties(every, stages, lanes)
     owned = {at: split.parameters(at) for at in crew.here}
@@ -98,9 +117,7 @@ def _joined(wanted: Wanted, crew: Crew, split: Split, chosen: Chosen, settings: 
         crew.world.gather, ties,
     )  # fmt: skip
     # Last, when nothing is left to refuse: from here on weights may move.
-    swap = Swap(
-        [used[at] if Offload.WEIGHTS in settings.offload else [] for at in range(split.pieces)], settings.device
-    )
+    swap = Swap([used[at] if Offload.WEIGHTS in settings[at].offload else [] for at in range(split.pieces)], device)
     optimizers.turn = swap.turn
     split.tracing = swap.whole
     if not crew.alone:
@@ -126,12 +143,13 @@ def _require_weights(crew: Crew, bare: bool) -> None:
         raise InputError("a model with weights, as one process runs all stages", "a weightless one", advice)
 
 
-def _require_once(split: Split, recompute: Recompute) -> None:
+def _require_once(split: Split, settings: tuple[Settings, ...]) -> None:
+    again = [stage.recompute for stage in settings if stage.recompute is not Recompute.NEVER]
     for name, line in split.first.trace.written.items():
-        if line and recompute is not Recompute.NEVER:
+        if line and again:
             raise SplitError(
                 "recompute='never' for a forward that changes weights, which it would do twice",
-                f"{recompute.value!r} and {name!r} changed at {line}",
+                f"{again[0].value!r} and {name!r} changed at {line}",
                 "change it between two steps, or leave recompute out",
             )
 
@@ -144,6 +162,7 @@ def _agree(crew: Crew, model: nn.Module, chosen: Chosen, wanted: Wanted) -> None
             "schedule": describe(chosen),
             "micro-batches": wanted.microbatches,
             "cuts": None if wanted.cuts is None else list(wanted.cuts),
+            "plan": None if wanted.plan is None else wanted.plan.in_short(),
             "seed": wanted.seed,
             "precision": wanted.precision,
             "recompute": wanted.recompute,
@@ -167,15 +186,6 @@ def _open(
     pairs = [(users[0], user) for users in tied.values() for user in users[1:]]
     names = lane_names(crew.placement, edges, pairs)
     return open_lanes(crew.world, names, crew.placement, device, wanted.transport)
-
-
-def _used(split: Split) -> list[list[nn.Parameter]]:
-    """The parameters of each stage's forward: a tied one on every stage that uses it, an unused one on its owner's."""
-    named = dict(split.model.named_parameters(remove_duplicate=False))
-    return [
-        list({id(named[name]): named[name] for name in sorted(split.uses(stage))}.values())
-        for stage in range(split.pieces)
-    ]
 
 
 def _needed(split: Split, here: tuple[int, ...]) -> list[str]:

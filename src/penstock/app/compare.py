@@ -18,7 +18,7 @@ from penstock.app.compare_memory import footprint, fullest
 from penstock.app.compare_methods import Method, chosen
 from penstock.app.compare_run import reason
 from penstock.app.compare_runs import Run, run_inline, run_on_workers
-from penstock.app.compare_setup import Setup, batch_rows, require_rate
+from penstock.app.compare_setup import Setup, batch_rows, require_own_stages, require_rate
 from penstock.app.compare_times import pace, simulated
 from penstock.app.comparison import Comparison, Row
 from penstock.app.progress import ShowMany, progress_of_many
@@ -45,6 +45,7 @@ def compare(request: Request, wish: Wish, out: TextIO | None = None) -> Comparis
         raise InputError("one process for compare, which starts its own workers", came, "run it without torchrun")
     task = request.task()
     require_rate(request.config, task)
+    require_own_stages(request.config, task)
     setup, section = Setup(request, task.config), task.config.pipeline
     methods = chosen(setup.usual() if wish.methods is None else wish.methods, setup.steps, wish.t1, wish.t3)
     setup.prepare(methods)

@@ -18,7 +18,6 @@ import numpy as np
 
 from penstock.app.compare_memory import StageBytes, stage_bytes
 from penstock.app.compare_times import utilisation
-from penstock.app.gathered import bytes_of
 from penstock.app.pipeline import Pipeline
 from penstock.app.plain import Plain
 from penstock.app.start import Request, heard, rank
@@ -27,6 +26,7 @@ from penstock.app.track import Track
 from penstock.app.train import last_run
 from penstock.engine.clock import Clock
 from penstock.errors import InputError, PenstockError
+from penstock.model.heap import bytes_of
 
 NOTES, FOUND, REFUSED = "notes", "found-{}.json", "refused-{}-{}.json"  # by run, and by rank
 FINITE = ("a finite loss", "finite gradients")  # that a pipeline expects

@@ -32,6 +32,13 @@ def require_rate(where: str, task: Task) -> None:
         raise FormatError(f"{where}: optimizer.lr", "the learning rate that all methods share", "nothing", "add it")
 
 
+def require_own_stages(where: str, task: Task) -> None:
+    """A plan is for one schedule; the methods share stages that are none's in particular."""
+    if task.config.pipeline.plan is not None:
+        came = task.config.pipeline.plan
+        raise FormatError(f"{where}: pipeline.plan", "pipeline.stages, for all methods", came, "give them in its place")
+
+
 def batch_rows(task: Task) -> int:
     """Samples of a mini-batch."""
     inputs, target = next(task.batches(0, 1))
@@ -110,6 +117,6 @@ class Setup:
     def _look_ahead(self) -> dict[str, Any]:
         """NAdam at the learning rate and weight decay of the config's optimizer."""
         section = self.config.optimizer
-        usual = Task(self.config).optimizer([torch.nn.Parameter(torch.zeros(1, 1))]).defaults
+        usual = Task(self.config).optimizer([""], [torch.nn.Parameter(torch.zeros(1, 1))]).defaults
         found = {"name": "nesterov", "lr": usual["lr"], "weight_decay": usual.get("weight_decay", 0.0)}
         return found if section.scheduler is None else found | {"scheduler": section.scheduler.model_dump()}

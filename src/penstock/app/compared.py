@@ -47,13 +47,13 @@ class StageDistance:
 class Recorder:
     """Makes a pipeline's optimizers, and sees the gradients they are given, by the model's own names."""
 
-    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
         self.make = make
         self.weights: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
 
     def optimizer(self, names: list[str], params: list[Tensor]) -> torch.optim.Optimizer:
-        made = self.make(params)
+        made = self.make(names, params)
         mine = dict(zip(names, params, strict=True))
         self.weights |= mine
 

@@ -70,6 +70,7 @@ class PipelineSection(Section):
     cuts: Annotated[
         list[str] | None, Field(description="a list of the modules at which the second, third, ... piece begins")
     ] = None
+    plan: Words | None = None  # in place of the six above
     recompute: Annotated[
         Literal["never", "except-last", "always"], Field(description='"never", "except-last" or "always"')
     ] = "never"
@@ -96,7 +97,7 @@ class Chosen(Section):
 
 
 class OptimizerSection(Chosen):
-    name: Annotated[str, Field(description='the name of an optimizer in torch.optim, or "nesterov"')] = "AdamW"
+    name: Annotated[str, Field(description='the name of an optimizer in torch.optim, or "muon", "nesterov"')] = "AdamW"
     scheduler: Chosen | None = None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.app.config import Config, read_sections
 from penstock.app.config_faults import require_none
+from penstock.app.config_plan import with_plan
 from penstock.app.config_rules import rules
 from penstock.errors import FormatError
 
@@ -32,8 +33,9 @@ def read_config(path: str | Path, changes: dict[str, Any] | None = None) -> Conf
 
 def understood(raw: dict[str, Any], where: str) -> Config:
     """A config from what a TOML file holds."""
-    found = read_sections(raw)
-    require_none(where, [*found.faults, *rules(found.good)])
+    whole, faults = with_plan(raw)
+    found = read_sections(whole)
+    require_none(where, [*faults, *found.faults, *rules(found.good)])
     return Config.model_construct(None, **found.sections)
 
 

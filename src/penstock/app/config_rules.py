@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from penstock.app.config import as_arguments
@@ -49,12 +49,12 @@ def _optimizer(good: Good) -> Iterator[Fault]:
     """Made once over a weight of no importance: torch itself says what it thinks of the values."""
     import torch
 
-    from penstock.app.nesterov import OPTIMIZERS
+    from penstock.app.optimizers import NOT_IN_FILES, OPTIMIZERS
 
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     given = {key.removeprefix("optimizer."): value for key, value in good.items() if key.startswith("optimizer.")}
     scheduler = given.pop("scheduler", None)
-    made = yield from _made("optimizer", given, torch.optim, torch.optim.Optimizer, [weight], OPTIMIZERS)
+    made = yield from _made("optimizer", given, torch.optim, torch.optim.Optimizer, [weight], OPTIMIZERS, NOT_IN_FILES)
     if scheduler is not None and "name" in scheduler:
         if made is None:
             made = torch.optim.SGD([weight])
@@ -63,14 +63,20 @@ def _optimizer(good: Good) -> Iterator[Fault]:
 
 
 def _made(
-    path: str, given: dict[str, Any], home: Any, base: type, first: Any, ours: dict[str, Any] | None = None
+    path: str,
+    given: dict[str, Any],
+    home: Any,
+    base: type,
+    first: Any,
+    ours: Mapping[str, Any] | None = None,
+    hidden: frozenset[str] = frozenset(),
 ) -> Generator[Fault, None, Any]:
     name, arguments = given.pop("name"), as_arguments(given)
-    kinds = {known: kind for known, kind in vars(home).items() if _usable(kind, base)} | (ours or {})
+    kinds = {known: kind for known, kind in vars(home).items() if _usable(kind, base)} | dict(ours or {})
     if name not in kinds:
         yield Fault(f"{path}.name", f"a class of {home.__name__}", shown(name), nearest(name, set(kinds)))
         return None
-    known = set(list(inspect.signature(kinds[name]).parameters)[1:])
+    known = set(list(inspect.signature(kinds[name]).parameters)[1:]) - hidden
     for key in arguments.keys() - known:
         whose = name if name in (ours or {}) else f"{home.__name__}.{name}"
         yield Fault(f"{path}.{key}", f"an argument of {whose}", "an unknown one", nearest(key, known))

@@ -39,7 +39,7 @@ class Floor:
 
     crew: Crew
     stages: list[Stage]
-    settings: Settings
+    settings: tuple[Settings, ...]  # of every stage, those of other processes too
     optimizers: Optimizers
     lanes: Lanes | None
     mail: TieMail
@@ -74,6 +74,8 @@ def choose(wanted: Wanted, stages: int | None, cuts: Sequence[str] | None) -> Ch
         require_known(wanted.schedule, wanted.options)
     asked = Asked(wanted.schedule, stages, wanted.microbatches, wanted.chunks, without_remedies(wanted.options))
     built = read_schedule(asked, cuts)
+    if wanted.plan is not None:
+        wanted.plan.require_fit(built.shape)
     if isinstance(built, Loop):
         _require_for_streaming(wanted)
     return Chosen(asked, built, read_remedies(wanted.options, built.shape))
@@ -107,7 +109,7 @@ def equip(chosen: Chosen, floor: Floor, edges: tuple[tuple[int, int], ...]) -> E
         equipped = _asynchronous(Endless(built), chosen.remedies, floor)
     for stage in floor.stages:
         named = [(floor.names[p], p) for p in stage.parameters]
-        host = Offload.ACTIVATIONS in floor.settings.offload
+        host = Offload.ACTIVATIONS in stage.settings.offload
         stage.reweigh = Reweigh(named, host, stage.split.model.buffers()) if newest else None
     return equipped
 

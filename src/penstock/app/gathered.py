@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from penstock.app.measured import Measured
 from penstock.app.offsets import offsets
@@ -22,6 +21,7 @@ from penstock.engine.clock import Clock, RunClock
 from penstock.engine.worker import Worker
 from penstock.engine.world import World
 from penstock.errors import InputError
+from penstock.model.heap import bytes_of
 from penstock.model.stage import Recompute
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def gathered(pipe: Pipeline) -> Measured:
     on_one_clock = [one - offset for one, offset in zip(readings, ahead, strict=True)]
     start, end = _rows(schedule, on_one_clock, asked=pipe.optimizers.clip is not None or pipe.optimizers.fp16)
     told = [json.loads(part) for part in world.gather(json.dumps(_weighed(pipe)).encode())]
-    again = np.full(schedule.shape.stages, pipe.settings.recompute is not Recompute.NEVER)
+    again = np.array([stage.recompute is not Recompute.NEVER for stage in pipe.settings])
     added = np.array([float(part["added"]) for part in told])
     return Measured(schedule, start, end, clock.first, again, _footprint(told, schedule.shape.stages), added)
 
@@ -125,12 +125,6 @@ def _weighed(pipe: Pipeline) -> Json:
     weigh = pipe.engine.weigh
     found = {at: vars(weigh.kept[at]) | always for at, always in standing(pipe).items()}
     return {"stages": found, "added": weigh.mark.added()}
-
-
-def bytes_of(values: list[Any]) -> int:
-    """Of the tensors among them that are there."""
-    tensors = [value for value in values if isinstance(value, Tensor) and not value.is_meta]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _footprint(told: list[Json], stages: int) -> Footprint:

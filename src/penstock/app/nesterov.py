@@ -36,6 +36,3 @@ def nesterov(
 ) -> Callable[[Any], NAdam]:
     """For `Pipeline(..., schedule="pipedream", optimizer=penstock.nesterov(lr=3e-4))`."""
     return lambda params: look_ahead(params, lr, betas, eps, weight_decay, momentum_decay)
-
-
-OPTIMIZERS = {"nesterov": look_ahead}  # that a config may name, beside torch's own

@@ -56,7 +56,7 @@ class Optimizers:
         self.names = {parameter: name for stage in owned.values() for name, parameter in stage.items()}
         self.parameters = list(self.names)
         self.make, self.gather, self.ties = make, gather, ties
-        self.optimizers = {at: _made(make, stage) for at, stage in owned.items() if stage} if make else {}
+        self.optimizers = {at: made(make, stage) for at, stage in owned.items() if stage} if make else {}
         self.schedulers = (
             [_scheduler(make_scheduler, optimizer) for optimizer in self.optimizers.values()] if make_scheduler else []
         )
@@ -185,7 +185,7 @@ def values_of(gradients: Gradients, parameter: nn.Parameter) -> torch.Tensor:
     return gradients[parameter]._values()
 
 
-def _made(make: Callable[..., torch.optim.Optimizer], owned: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+def made(make: Callable[..., torch.optim.Optimizer], owned: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     """The user's optimizer over one stage: called with tensors, or with names and tensors where it takes two."""
     optimizer = make(list(owned), list(owned.values())) if _takes_two(make) else make(list(owned.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):

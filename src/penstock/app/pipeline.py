@@ -22,8 +22,9 @@ from penstock.app.first_loss import Compared, warn_coupled, warn_hidden
 from penstock.app.gathered import gathered, gathered_run
 from penstock.app.inputs import input_gradients
 from penstock.app.measured import Measured
+from penstock.app.micro_batches import Cut, Finish, MicroBatches, scored, unchanged
 from penstock.app.optimize import Update
-from penstock.app.settings import Wanted, require_plain_loss
+from penstock.app.settings import Wanted, read_course, require_plain_loss
 from penstock.app.state import take_state, whole_state
 from penstock.app.streaming import Stream
 from penstock.core.loop import Loop
@@ -35,8 +36,8 @@ from penstock.engine.stream import InlineStream, WorkerStream
 from penstock.engine.worker import Worker
 from penstock.errors import InputError
 from penstock.model import tree
-from penstock.model.batch import ApartError, as_call, join, piece, require_device, rows_of, spans, uneven_spans
-from penstock.model.loss import Loss, Total, read_loss, total_of
+from penstock.model.batch import ApartError, as_call, join, rows_of, spans, uneven_spans
+from penstock.model.loss import Loss, Total, total_of
 from penstock.model.seeding import random_states_kept
 from penstock.model.split import PathChangedError
 from penstock.model.stage import Job
@@ -58,6 +59,9 @@ class Step:
 class Pipeline:
     """Train `model` as a pipeline. `example` is one small batch of its inputs; see the user's guide for the rest.
 
+    How: by `stages` or `cuts`, a `schedule` ("1f1b") and a number of `microbatches` (4); or by a `plan`, which says all
+    of these: a Plan, what `penstock.plan` returns, or the path of the JSON that `penstock plan` writes. Process r runs
+    the plan's rank r.
     `verify`: whether the split model is compared with the whole one on the example, and the first step's loss with the
     whole batch's. `recompute` is never, except-last or always. `offload` is False, or what waits in host memory:
     "activations" (the same as True), "weights" (of stages that wait; between steps they lie there too), or "all".
@@ -73,12 +77,13 @@ class Pipeline:
         *,
         example: Any,
         stages: int | None = None,
-        schedule: str | Schedule | Loop = "1f1b",
-        microbatches: int = 4,
+        schedule: str | Schedule | Loop | None = None,
+        microbatches: int | None = None,
         loss: LossFunction | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         cuts: Sequence[str] | None = None,
         chunks: int | None = None,
+        plan: Any = None,
         recompute: str = "never",
         offload: bool | str = False,
         precision: str | None = None,
@@ -95,9 +100,12 @@ class Pipeline:
         **options: Any,
     ) -> None:
         require_plain_loss(loss)
+        given = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "cuts": cuts, "chunks": chunks}
+        course = read_course(plan, given, options)
         self.wanted = Wanted(
-            model, example, stages, schedule, microbatches, optimizer, cuts, chunks, recompute, offload, precision,
-            clip, accumulate, lr_scheduler, seed, verify, data, transport, timeout, timeline, load, options,
+            model, example, course.stages, course.schedule, course.microbatches, optimizer, cuts, course.chunks,
+            recompute, offload, precision, clip, accumulate, lr_scheduler, seed, verify, data, transport, timeout,
+            timeline, load, course.options, course.plan,
         )  # fmt: skip
         self.loss, self.index, self.verify = loss, 0, verify
         self.apart = False  # results of micro-batches cannot be put together
@@ -106,8 +114,8 @@ class Pipeline:
         self.model, self.split, self.floor, self.feed = parts.split.model, parts.split, parts.floor, parts.feed
         self.norms, self.buffers = parts.norms, parts.buffers
         self.crew, self.stages, self.optimizers = self.floor.crew, self.floor.stages, self.floor.optimizers
-        self.settings, self.device = self.floor.settings, self.floor.settings.device
-        self.trained = self._trained()
+        self.settings, self.device = self.floor.settings, self.floor.settings[0].device
+        self.micro_batches = MicroBatches(self.split, self.crew, self.feed, self.device)
         self._take_up(parts.equipped)
 
     def _take_up(self, equipped: Equipped) -> None:
@@ -117,8 +125,6 @@ class Pipeline:
         if equipped.rounds is not None:
             assert isinstance(self.engine, (InlineStream, WorkerStream))
             self.stream = Stream(self, self.engine, equipped.rounds, equipped.remedies.t3)
-        elif isinstance(self.engine, Worker):
-            self.engine.describe()
 
     def step(self, inputs: Any, target: Any = None) -> Step:
         """One synchronous step over a batch: all micro-batches forward and backward, then the update."""
@@ -127,7 +133,7 @@ class Pipeline:
             return self.stream.step(inputs, target)
         inputs, target = self.feed.one(inputs, target)
         with torch.enable_grad(), input_gradients(inputs, self.crew.alone) as scaled:
-            found = self._again(lambda: self._run(self._jobs(inputs, target, self.microbatches, _scored(loss))))
+            found = self._again(lambda: self._run(self._jobs(inputs, target, self.microbatches, scored(loss))))
             scaled.by = self.optimizers.unit / (found.weight * self.optimizers.scale)
         if self.index == 0 and self.verify:
             self._compare_loss(loss, inputs, target)
@@ -157,7 +163,7 @@ class Pipeline:
         """
         self._require_between()
         parts = self.microbatches if microbatches is None else microbatches
-        wanted = replace(self.wanted, schedule=schedule, microbatches=parts, options=options)
+        wanted = replace(self.wanted, schedule=schedule, microbatches=parts, options=options, plan=None)
         chosen = choose(wanted, self.schedule.shape.ranks, None)
         if chosen.built.shape.placement != self.schedule.shape.placement:
             raise InputError(
@@ -183,7 +189,7 @@ class Pipeline:
         loss, total, weight = self._require_loss(), 0.0, 0.0
         with _in_eval_mode(self.model), torch.no_grad():
             for batch in self.feed.each(loader):
-                found = total_of(self._forward(*self.feed.one(*batch), _scored(loss)))
+                found = total_of(self._forward(*self.feed.one(*batch), scored(loss)))
                 total, weight = total + found.total, weight + found.weight
         total, weight = self.crew.tell([total, weight])
         if not weight:
@@ -302,7 +308,7 @@ class Pipeline:
         self.norms.forget()
         try:
             with torch.no_grad(), self.norms:
-                results = self._forward(inputs, None, _unchanged, cut)
+                results = self._forward(inputs, None, unchanged, cut)
             try:
                 found = join(results, [last - first for first, last in cut], sure=True) if results else None
             except ApartError:
@@ -321,7 +327,7 @@ class Pipeline:
         self,
         inputs: Any,
         target: Any,
-        finish: Callable[[Any, Any, int], Any],
+        finish: Finish,
         cut: list[tuple[int, int]] | None = None,
     ) -> list[Any]:
         """What becomes of each micro-batch, on the rank of the last stage; nothing on the others."""
@@ -343,36 +349,15 @@ class Pipeline:
         return self.loss
 
     def _jobs(
-        self,
-        inputs: Any,
-        target: Any,
-        cut: int | list[tuple[int, int]],
-        finish: Callable[[Any, Any, int], Any],
-        step: int | None = None,
-        first_number: int = 0,
+        self, inputs: Any, target: Any, cut: Cut, finish: Finish, step: int | None = None, first_number: int = 0
     ) -> list[Job]:
-        """One for each span of rows, or for so many micro-batches."""
-        call, step = as_call(inputs), self.index if step is None else step
-        self._notice_frozen()
-        require_device((call, target), self.device)
-        stamp = self.feed.stamp(inputs, target)
-        jobs: list[Job] = []
-        every = rows_of(call, target)
-        cut = spans(every, cut) if isinstance(cut, int) else cut
-        outlook = self.split.outlook()
-        for number, (first, last) in enumerate(cut):
-            args, kwargs = piece(call, first, last, every)
-            path, rows, wanted = self.split.path(args, kwargs, outlook), last - first, piece(target, first, last, every)
-            self.crew.require_lanes(path, self.schedule.shape)
-            ending = _Finish(finish, wanted, rows)
-            jobs.append(Job(first_number + number, step, args, kwargs, rows, path, ending, number == len(cut) - 1))
-            jobs[-1].part, jobs[-1].stamp, jobs[-1].mates = number, stamp, jobs
-        return jobs
+        step = self.index if step is None else step
+        return self.micro_batches.jobs(inputs, target, cut, finish, step, self.schedule.shape, first_number)
 
     def mini_batch(self, inputs: Any, target: Any, step: int, first_number: int) -> list[Job]:
         """The micro-batches of one mini-batch, numbered from `first_number` on."""
         with torch.enable_grad():
-            return self._jobs(inputs, target, self.microbatches, _scored(self._require_loss()), step, first_number)
+            return self._jobs(inputs, target, self.microbatches, scored(self._require_loss()), step, first_number)
 
     def compare_first(self, inputs: Any, target: Any) -> None:
         """Before anything is trained: the batch's loss against that of its micro-batches."""
@@ -404,7 +389,7 @@ class Pipeline:
             untouched(self.model, self.split.first.trace.generators, self.split.first.trace.written),
             _in_eval_mode(self.model),
             torch.no_grad(),
-            self.settings.autocast(),
+            self.settings[0].autocast(),
         ):
             parts, whole = (self._results(inputs, target, count, 0) for count in (self.microbatches, 1))
             if parts is None or whole is None:
@@ -423,7 +408,7 @@ class Pipeline:
     def _results(self, inputs: Any, target: Any, parts: int, step: int) -> list[Any] | None:
         """The model's results for so many micro-batches; None if they cannot be had."""
         try:
-            jobs = self._jobs(inputs, target, parts, _unchanged, step)
+            jobs = self._jobs(inputs, target, parts, unchanged, step)
         except Exception:  # a model that cannot be run so, without gradients: every rank finds the same
             return None
         try:
@@ -433,49 +418,6 @@ class Pipeline:
             if self.crew.alone:
                 return None
             raise
-
-    def _trained(self) -> dict[nn.Parameter, bool]:
-        return {parameter: parameter.requires_grad for parameter in self.model.parameters()}
-
-    def _notice_frozen(self) -> None:
-        """Which values need a gradient depends on which parameters do: trace again when that has changed."""
-        trained = self._trained()
-        if trained.keys() != self.trained.keys():
-            self._refuse_other_parameters(trained)
-        if trained != self.trained:
-            self.split.paths.clear()
-            self.trained = trained
-
-    def _refuse_other_parameters(self, found: dict[nn.Parameter, bool]) -> None:
-        """Those that came since would be in the forward and in no stage, and nobody would train them."""
-        fresh = [name for name, parameter in self.model.named_parameters() if parameter not in self.trained]
-        gone = len(self.trained.keys() - found.keys())
-        raise InputError(
-            "the parameters that the model had when its Pipeline was made",
-            f"{len(fresh)} others ({', '.join(fresh[:3])}{' ...' if fresh[3:] else ''})" if fresh else f"{gone} fewer",
-            "change the model first and make the Pipeline then, or change values in place (load_state_dict without "
-            "assign=True)",
-        )
-
-
-@dataclass(frozen=True)
-class _Finish:
-    """What becomes of the model's result for one micro-batch."""
-
-    finish: Callable[[Any, Any, int], Any]
-    target: Any
-    rows: int
-
-    def __call__(self, result: Any) -> Any:
-        return self.finish(result, self.target, self.rows)
-
-
-def _scored(loss: LossFunction) -> Callable[[Any, Any, int], Loss]:
-    return lambda result, target, rows: read_loss(loss(result, target), rows)
-
-
-def _unchanged(result: Any, target: Any, rows: int) -> Any:
-    return result
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -31,7 +31,8 @@ class Plain:
         section = task.config.pipeline
         self.model, self.loss = task.model(), task.loss
         self.parts, self.clip = section.microbatches, section.clip
-        self.optimizer = task.optimizer(self.model.parameters())
+        named = dict(self.model.named_parameters())
+        self.optimizer = task.optimizer(list(named), list(named.values()))
         self.scheduler = task.scheduler(self.optimizer) if task.scheduler else None
         self.kind = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[task.precision]
 

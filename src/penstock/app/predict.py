@@ -8,6 +8,7 @@ from functools import cached_property
 from math import lcm
 from typing import Any
 
+from penstock.core.action import Op
 from penstock.core.cluster import Cluster
 from penstock.core.cost import Costs
 from penstock.core.plan import Plan
@@ -70,9 +71,10 @@ class Prediction:
     def _computing(self) -> Iterator[tuple[float, str]]:
         """Seconds of a step that each stage's replicas compute, and reduce."""
         shape, costs = self.timeline.schedule.shape, self._costs
-        for s, rank in enumerate(self.plan.devices):
+        for s, at in enumerate(self.plan.placement):
+            rank = self.plan.devices[at]
             slow = max(float(costs.slowdown[shape.slot(s, r)]) for r in range(len(rank)))
-            work = costs.forward[s] * (2 if costs.recompute[s] else 1) + costs.input_grad[s] + costs.weight_grad[s]
+            work = costs.seconds(Op.F)[s] + costs.seconds(Op.B)[s]
             yield float(work) * slow * self.plan.microbatches / len(rank), f"the compute of stage {s}"
             rounds = len(rank) if shape.turns else 1  # replicas that take turns reduce once a round
             yield float(costs.reduce[s]) / rounds, f"the all-reduce of stage {s}"
@@ -94,15 +96,23 @@ def predict(outcome: Outcome, cluster: Cluster) -> Prediction:
     if not METHODS[plan.schedule].asynchronous:
         line = _run(plan, profile, cluster, 1)
         return Prediction(outcome, cluster, line, line.makespan)
-    cycle = lcm(*plan.replicas)
-    some = cycle * -(-4 * len(plan.slots) // cycle) if cycle <= 1000 else 4 * len(plan.slots)
+    some = some_batches(plan)
     short, long = _run(plan, profile, cluster, some), _run(plan, profile, cluster, 2 * some)
     return Prediction(outcome, cluster, long, (long.makespan - short.makespan) / some)
+
+
+def some_batches(plan: Plan) -> int:
+    """Mini-batches that fill the pipe and more: replicas that take turns need whole rounds of them."""
+    if METHODS[plan.schedule].name == "2bw" or max(plan.replicas) == 1:  # each micro-batch is split over the replicas
+        return 4 + -(-4 * plan.ranks // plan.microbatches)
+    cycle, slots = lcm(*plan.replicas), len(plan.slots)
+    return cycle * -(-4 * slots // cycle) if cycle <= 1000 else 4 * slots
 
 
 def _run(plan: Plan, profile: Profile, cluster: Cluster, batches: int) -> Timeline:
     chain = {(s, s + 1) for s in range(len(plan.stages) - 1)}
     options: dict[str, Any] = dict(plan.options)
+    chunks = {"chunks": plan.chunks} if plan.chunks > 1 else {}
     built = schedule(
         plan.schedule,
         stages=plan.ranks,
@@ -110,6 +120,7 @@ def _run(plan: Plan, profile: Profile, cluster: Cluster, batches: int) -> Timeli
         batches=batches,
         replicas=plan.replicas,
         edges=sorted(chain | set(profile.crossing(plan.cuts))),
+        **chunks,
         **options,
     )
     return simulate(built, profile=profile, plan=plan, cluster=cluster)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 
@@ -64,6 +64,23 @@ def progress_of_many(runs: int, steps: int, out: TextIO | None) -> Iterator[Show
         yield say
 
 
+@contextmanager
+def progress_of_samples(what: str, out: TextIO | None) -> Iterator[Callable[[int, int], None]]:
+    """Shows how many samples of a measurement there are, of how many; elsewhere than on a terminal, that it began."""
+    if out is None or not out.isatty():
+        if out is not None:
+            print(what, file=out, flush=True)
+        yield lambda done, total: None
+        return
+    with Bar(*_counting(), TimeRemainingColumn(), console=Console(file=out)) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _counting() -> tuple[ProgressColumn, ...]:
+    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+
+
 class _Lines:
     """A line for the first step, for every so many, and for the last."""
 
@@ -79,9 +96,7 @@ class _Lines:
 
 def _bar(out: TextIO) -> Bar:
     return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+        *_counting(),
         TextColumn("loss {task.fields[loss]}"),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),

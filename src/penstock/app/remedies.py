@@ -111,6 +111,8 @@ def momentum_steps(optimizers: dict[int, torch.optim.Optimizer]) -> Foreseen:
     for optimizer in optimizers.values():
         if not all(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
             raise _no_momentum(optimizer, "none")
+        if any("ns_steps" in group for group in optimizer.param_groups):  # Muon's momentum is not the way it steps
+            raise _no_momentum(optimizer, "one that it makes orthogonal first")
 
     def foreseen(stage: int, weights: list[nn.Parameter]) -> list[Tensor]:
         if not weights:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.app.planned import Planned, read_plan, require_alone
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.core.shape import Law
@@ -46,6 +47,7 @@ class Wanted:
     timeline: bool
     load: Callable[[str], torch.Tensor] | None
     options: dict[str, Any] = field(default_factory=dict)  # of the schedule's method
+    plan: Planned | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is of the wrong kind altogether; what it means is looked at where it is used."""
@@ -54,6 +56,7 @@ class Wanted:
             raise InputError("an nn.Module, or a list of stage modules", repr(self.model)[:60], "give the model first")
         if not isinstance(self.model, nn.Module):
             self._require_stages(list(modules))
+            self._require_no_plan()
         if self.example is None:
             raise InputError(
                 "example= to be a small batch of the model's inputs", None, "give one, as forward takes it"
@@ -75,6 +78,10 @@ class Wanted:
         if not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
             raise InputError("timeout to be a positive number of seconds", repr(self.timeout), "correct it")
 
+    def _require_no_plan(self) -> None:
+        if self.plan is not None:
+            raise InputError("one model for a plan, which cuts it", "a list of stage modules", "leave out either")
+
     def _require_stages(self, modules: list[nn.Module]) -> None:
         if len(set(map(id, modules))) < len(modules) or not modules:
             raise InputError(
@@ -85,6 +92,35 @@ class Wanted:
             raise InputError(
                 f"stages={ranks} for a list of {len(modules)} stage modules", self.stages, "leave stages out"
             )
+
+
+@dataclass(frozen=True)
+class Course:
+    """How the model is to be trained, whether a plan says so or the user himself."""
+
+    stages: int | None
+    schedule: str | Schedule | Loop
+    microbatches: int
+    chunks: int | None
+    options: dict[str, Any]
+    plan: Planned | None = None
+
+
+def read_course(plan: object, given: dict[str, Any], options: dict[str, Any]) -> Course:
+    """By the plan, which stands alone; or by what is given, None where it is not."""
+    if plan is not None:
+        require_alone(given)
+        found = read_plan(plan)
+        its = found.plan
+        return Course(its.ranks, its.schedule, its.microbatches, its.chunks, found.options(options), found)
+    schedule, microbatches = given["schedule"], given["microbatches"]
+    return Course(
+        given["stages"],
+        "1f1b" if schedule is None else schedule,
+        4 if microbatches is None else microbatches,
+        given["chunks"],
+        options,
+    )
 
 
 def require_plain_loss(loss: Any) -> None:

@@ -69,10 +69,15 @@ def rank() -> int:
 
 
 def as_worker(work: Callable[[Request], int]) -> None:
-    """The main function of a worker. What penstock itself refuses is said once, however many ranks find it."""
+    """The main function of a worker that was given a request."""
     request = heard()
+    saying_once(lambda: work(request))
+
+
+def saying_once(work: Callable[[], int]) -> None:
+    """End with the code of some work. What penstock itself refuses is said once, however many ranks find it."""
     try:
-        sys.exit(work(request))
+        sys.exit(work())
     except PenstockError as error:
         if not isinstance(error, InputError):
             raise

@@ -8,6 +8,7 @@ and the pipe fills again afterwards.
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from penstock.errors import InputError
 from penstock.model.loss import Total
 from penstock.model.seeding import random_states_kept
 from penstock.model.stage import Job
+from penstock.model.walk import watching
 
 if TYPE_CHECKING:
     from penstock.app.pipeline import Pipeline, Step
@@ -44,6 +46,7 @@ class Stream:
         self.finished: deque[Step] = deque()
         self.flowing = False
         self.before: list[torch.Tensor | None] = []
+        self.watching = watching()
         self.turn: object = None  # whose loop is under way
         self.late: BaseException | None = None  # what went wrong when a loop was left, for whoever asks next
         self.norms: dict[int, float] = {}  # of all gradients, as far as they were agreed on in the last drain
@@ -59,6 +62,8 @@ class Stream:
             self.drain()
             yield from self._out(mine)
         except GeneratorExit:
+            if sys.is_finalizing():  # a loop that was never left: the script is over, and torch is being taken down
+                raise
             try:
                 self._leave(mine)
             except BaseException as error:  # which Python only prints when a loop is left by `break`
@@ -192,10 +197,13 @@ class Stream:
         for parameter in pipe.optimizers.parameters:
             parameter.grad = None
         self.flowing, self.passes, self.fed = True, 0, 0
+        self.watching.__enter__()  # once for all passes: entering it takes as long as a small stage
         self.rounds.begin()
         self.engine.begin()
 
     def _stop(self) -> None:
+        if self.flowing:
+            self.watching.__exit__()
         for parameter, gradient in zip(self.pipe.optimizers.parameters, self.before, strict=True):
             parameter.grad = gradient
         self.flowing, self.passes, self.fed, self.before = False, 0, 0, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.app.config import Config, DigitsSource, GivenModel, GivenSource, GPTModel
+from penstock.app.config import Config, DigitsSource, GivenModel, GivenSource, GPTModel, PipelineSection
 from penstock.app.data import Batch, Data, GivenData, TextData, built_in_text, digits, read_text
 from penstock.app.named import called, named
-from penstock.app.nesterov import OPTIMIZERS
+from penstock.app.optimizers import OPTIMIZERS, takes_names
 from penstock.app.pipeline import Pipeline
+from penstock.app.remedies import NAMES as REMEDIES
 from penstock.errors import FormatError
 from penstock.model import tree
 from penstock.model.batch import as_call, piece, rows_of, spans
@@ -85,10 +86,11 @@ class Task:
         asked = self.config.training.loss
         return LOSSES[asked] if asked in LOSSES else named("training.loss", asked)
 
-    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+    def optimizer(self, names: Sequence[str], params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
         section = self.config.optimizer
         kind = OPTIMIZERS[section.name] if section.name in OPTIMIZERS else getattr(torch.optim, section.name)
-        made: torch.optim.Optimizer = kind(params, **section.arguments)
+        named = {"names": names} if takes_names(section.name) else {}
+        made: torch.optim.Optimizer = kind(params, **section.arguments, **named)
         return made
 
     @property
@@ -116,11 +118,6 @@ class Task:
         return Pipeline(
             self.model(),
             example=piece(inputs, *spans(rows, section.microbatches)[0]),
-            stages=section.stages,
-            schedule=section.schedule,
-            microbatches=section.microbatches,
-            cuts=section.cuts,
-            chunks=section.chunks,
             recompute=section.recompute,
             precision=self.precision,
             clip=section.clip,
@@ -130,5 +127,14 @@ class Task:
             lr_scheduler=self.scheduler,
             verify=verify,
             **optional,
-            **section.options,
+            **_course(section),
         )
+
+
+def _course(section: PipelineSection) -> dict[str, Any]:
+    """How the model is trained: the plan's file stands for all but remedies."""
+    if section.plan is not None:
+        remedies = {name: value for name, value in section.options.items() if name in REMEDIES}
+        return {"plan": section.plan, **remedies}
+    said = ("stages", "schedule", "microbatches", "cuts", "chunks")
+    return {name: getattr(section, name) for name in said} | section.options

@@ -10,7 +10,7 @@ and the seconds of a step are the sum of its rows, the slow ones included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -104,7 +104,7 @@ class Timed:
     @property
     def _links(self) -> Links:
         links = pair_links(self.schedule.shape, np.zeros(len(self.schedule.shape.edges)))
-        return Links(links.seconds, self._transfers[1], links.leave, links.enter, links.shared)
+        return replace(links, latency=self._transfers[1])
 
 
 def _transfer(sent: FloatArray, begun: FloatArray, taken: FloatArray) -> tuple[float, float]:

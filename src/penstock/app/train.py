@@ -129,8 +129,11 @@ def require_writable(path: str | None, what: str = "a report") -> None:
         return
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        new = not Path(path).exists()
         with Path(path).open("a", encoding="utf-8"):
             pass
+        if new:
+            Path(path).unlink()  # there is nothing in it yet
     except OSError as error:
         raise InputError(f"{what} that can be written", f"{path}: {error.strerror}", "change the path") from None
 

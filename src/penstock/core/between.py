@@ -10,26 +10,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from penstock.core.cluster import Cluster
-from penstock.core.links import ring_seconds
+from penstock.core.links import common_rows, ring_seconds
 
 
 def hand_over(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> tuple[float, float]:
     """(seconds a byte of a whole micro-batch, latency): until the last receiver has its rows."""
     busy: dict[tuple[object, ...], float] = {}
     latency = 0.0
-    for i, a in enumerate(senders):
-        for j, b in enumerate(receivers):
-            rows = min((i + 1) / len(senders), (j + 1) / len(receivers)) - max(i / len(senders), j / len(receivers))
-            if rows <= 1e-12:
-                continue
-            at = cluster.meeting_level(a, b)
-            level = cluster.levels[at]
-            ways: tuple[tuple[object, ...], ...] = (("pair", a, b),)
-            if level.shared:
-                ways = (("out", at, cluster.group(a, at)), ("in", at, cluster.group(b, at)))
-            for way in ways:
-                busy[way] = busy.get(way, 0.0) + rows / level.bandwidth
-            latency = max(latency, level.latency)
+    for i, j, rows in common_rows(len(senders), len(receivers)):
+        a, b = senders[i], receivers[j]
+        at = cluster.meeting_level(a, b)
+        level = cluster.levels[at]
+        ways: tuple[tuple[object, ...], ...] = (("pair", a, b),)
+        if level.shared:
+            ways = (("out", at, cluster.group(a, at)), ("in", at, cluster.group(b, at)))
+        for way in ways:
+            busy[way] = busy.get(way, 0.0) + rows / level.bandwidth
+        latency = max(latency, level.latency)
     return max(busy.values()), latency
 
 
@@ -39,4 +36,4 @@ def all_reduce(cluster: Cluster, members: Sequence[int]) -> tuple[float, float]:
         return 0.0, 0.0
     level = cluster.levels[max(cluster.meeting_level(a, b) for a, b in pairwise(members))]
     rate = level.reduce_rate(len(members))
-    return ring_seconds(len(members), 1.0, rate), ring_seconds(len(members), 0.0, rate, level.latency)
+    return ring_seconds(len(members), 1.0, rate), ring_seconds(len(members), 0.0, rate, level.reduce_wait)

@@ -3,16 +3,18 @@
 preset = "dgx-a100"        # optional: start from a machine of cluster_presets.py, change what differs
 hosts = 2
 devices = 8                # a host
-kind = "a100"              # of all devices, or a list with one kind a host
+kind = "mine"              # of all devices, or a list with one kind a host
 
-[kinds.a100]               # known kinds need no table; speed is a multiple of the profiled device's
+[kinds.mine]               # those of cluster_presets.py need no table; speed is a multiple of the profiled device's
 memory = 80e9
 speed = 1.0
+host_bandwidth = 32e9      # each way between the device and its host's memory; without it, nothing can be offloaded
 
 [inside]                   # joins the devices of a host; bytes/s and seconds
 bandwidth = 300e9
 latency = 5e-6
-reduce_bandwidth = 200e9   # what an all-reduce sees, where it differs; also: reduce_rings, shared
+reduce_bandwidth = 200e9   # what an all-reduce sees, where it differs; also: reduce_latency, reduce_rings
+blocking = false           # true where who sends is held up by the copy; also: shared
 
 [between]                  # joins the hosts
 bandwidth = 25e9
@@ -31,16 +33,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from penstock.core.cluster import Cluster, Device, Level
+from penstock.core.cluster import Cluster, Device, Level, require_room
 from penstock.core.cluster_presets import KINDS, PRESETS
+from penstock.core.given import whole
 from penstock.errors import FormatError, InputError
 
-NUMBERS, WHOLES = ("memory", "speed", "bandwidth", "latency", "reduce_bandwidth"), ("hosts", "devices", "size")
-TRUTHS, TEXTS = ("shared", "reduce_rings"), ("preset", "name")
-LINK = ("name", "bandwidth", "latency", "reduce_bandwidth", "reduce_rings", "shared")
+NUMBERS = ("memory", "speed", "host_bandwidth", "bandwidth", "latency", "reduce_bandwidth", "reduce_latency")
+MAY_BE_0 = ("host_bandwidth", "latency", "reduce_latency")
+WHOLES = ("hosts", "devices", "size")
+TRUTHS, TEXTS = ("shared", "reduce_rings", "blocking"), ("preset", "name")
+LINK = ("name", "bandwidth", "latency", "reduce_bandwidth", "reduce_latency", "reduce_rings", "shared", "blocking")
 KEYS = {
     "": ("preset", "hosts", "devices", "kind", "kinds", "inside", "between", "above"),
-    "kinds": ("memory", "speed"),
+    "kinds": ("memory", "speed", "host_bandwidth"),
     "inside": LINK,
     "between": LINK,
     "above": ("size", *LINK),
@@ -61,7 +66,9 @@ def read_cluster(source: str | Path, hosts: int | None = None) -> Cluster:
         ) from None
     except UnicodeDecodeError:
         raise FormatError(str(path), "a TOML file in UTF-8", "another encoding", "save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise FormatError(str(path), "TOML", "brackets within brackets without end", "correct the file") from None
+    except ValueError as error:  # TOML's own, or a number of too many digits
         line = re.search(r"at line (\d+)", str(error))
         raise FormatError(f"{path}:{line[1]}" if line else str(path), "TOML", error, "correct the line") from None
     return from_table(table, str(path), hosts)
@@ -72,7 +79,7 @@ def from_table(table: dict[str, Any], where: str, hosts: int | None = None) -> C
     _require_keys(where, table)
     merged = _on_preset(where, table)
     if hosts is not None:
-        merged["hosts"] = hosts
+        merged["hosts"] = whole("hosts", hosts)
     for key, example in (("devices", "8"), ("inside", "a table with bandwidth = ...")):
         if key not in merged:
             raise FormatError(f"{where}: {key}", f"the key, for example {key} = {example}", "none", "add it")
@@ -82,10 +89,13 @@ def from_table(table: dict[str, Any], where: str, hosts: int | None = None) -> C
     tables = [("inside", merged["inside"]), ("between", merged.get("between")), *(("above", entry) for entry in above)]
     try:
         levels = tuple(
-            _level(where, name, size, link) for size, (name, link) in zip(sizes, tables, strict=True) if link
+            _level(where, name, size, link)
+            for size, (name, link) in zip(sizes, tables, strict=True)
+            if link is not None
         )
         if merged.get("between") is None and count > 1:
             raise FormatError(f"{where}: between", f"a table that joins the {count} hosts", "none", "add it")
+        require_room(prod(sizes))
         devices = _devices(where, merged, count * prod(sizes[2:]))
         return Cluster(devices, levels)
     except FormatError:
@@ -115,7 +125,7 @@ def _level(where: str, name: str, size: int, link: dict[str, Any]) -> Level:
 
 def _devices(where: str, table: dict[str, Any], hosts: int) -> tuple[Device, ...]:
     """Host by host, each of one kind."""
-    named = table.get("kind", next(iter(table.get("kinds", {"device": {}}))))
+    named = table.get("kind", next(iter(table.get("kinds") or {"device": {}})))
     kinds = [named] * hosts if isinstance(named, str) else list(named)
     if len(kinds) != hosts:
         raise FormatError(f"{where}: kind", f"one kind, or one for each of {hosts} hosts", len(kinds), "complete it")
@@ -126,7 +136,8 @@ def _devices(where: str, table: dict[str, Any], hosts: int) -> tuple[Device, ...
                 f"{where}: kind", f"a kind with a table of its own, or one of {', '.join(KINDS)}", repr(kind),
                 f"add [kinds.{kind}] with memory and speed",
             )  # fmt: skip
-    return tuple(Device(kind, **known[kind]) for kind in kinds for _ in range(table["devices"]))
+    made = {kind: Device(kind, **known[kind]) for kind in kinds}
+    return tuple(made[kind] for kind in kinds for _ in range(table["devices"]))
 
 
 def _require_keys(where: str, table: dict[str, Any]) -> None:
@@ -167,6 +178,8 @@ def _wanted(key: str, value: Any) -> str | None:
         return "a whole number of at least 1"
     if key in NUMBERS and not (whole or isinstance(value, float)):
         return "a number"
+    if key in NUMBERS and not (value > 0 or (value == 0 and key in MAY_BE_0)):
+        return "a number of 0 or more" if key in MAY_BE_0 else "a number above 0"
     if key in TRUTHS and not isinstance(value, bool):
         return "true or false"
     if key in TEXTS and not isinstance(value, str):

@@ -3,12 +3,18 @@
 Bandwidths are what one device can send one way, from the vendors' figures, not measured: `penstock cluster measure` or
 a file of one's own is nearer the truth. `speed` is 1 throughout: a profile is taken on, or estimated for, the device
 at hand. The `dapple` machines are those of that paper's planner (16 devices each), to compare plans with it.
+
+No vendor publishes latencies: 5 us inside a host and 10 us outside are the order of what NCCL's own model counts with
+(src/graph/tuning.cc: 6.6 us an operation, and a hop 0.6 to 3.4 over NVLink, 1.0 to 5.7 over PCIe, 2.7 to 14 over a
+network).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+# NVLink 2.0: 25 GB/s a link and way; a V100 has six, one or two to each neighbour in the cube mesh of a DGX-1 (white
+# paper "NVIDIA DGX-1 System Architecture", WP-08437). The more members, the more rings an all-reduce has.
 NVLINK_PAIR = {"bandwidth": 25e9, "reduce_bandwidth": 25e9, "reduce_rings": True}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -16,35 +22,35 @@ PRESETS: dict[str, dict[str, Any]] = {
         "hosts": 1,
         "devices": 2,
         "kind": "rtx-4090",
-        "inside": {"bandwidth": 25e9, "latency": 10e-6},  # PCIe 4.0 x16
+        "inside": {"bandwidth": 32e9, "latency": 10e-6},  # PCIe 4.0 x16; these have no NVLink (GeForce RTX 4090 specs)
     },
     "dgx-v100": {
         "hosts": 1,
         "devices": 8,
         "kind": "v100-32",
-        "inside": {"bandwidth": 150e9, "latency": 5e-6},
-        "between": {"bandwidth": 6.25e9, "latency": 10e-6},  # four 100 Gb/s adapters for eight devices
+        "inside": {**NVLINK_PAIR, "latency": 5e-6},
+        "between": {"bandwidth": 6.25e9, "latency": 10e-6},  # four 100 Gb/s adapters for eight devices (WP-08437)
     },
     "dgx-a100": {
         "hosts": 1,
         "devices": 8,
         "kind": "a100-80",
-        "inside": {"bandwidth": 300e9, "latency": 5e-6},
-        "between": {"bandwidth": 25e9, "latency": 10e-6},  # one 200 Gb/s adapter a device
+        "inside": {"bandwidth": 300e9, "latency": 5e-6},  # NVLink 3: 600 GB/s both ways (A100 datasheet, 2021)
+        "between": {"bandwidth": 25e9, "latency": 10e-6},  # a 200 Gb/s adapter a device (DGX A100 datasheet, 2021)
     },
     "dgx-h100": {
         "hosts": 1,
         "devices": 8,
         "kind": "h100",
-        "inside": {"bandwidth": 450e9, "latency": 5e-6},
-        "between": {"bandwidth": 50e9, "latency": 10e-6},  # one 400 Gb/s adapter a device
+        "inside": {"bandwidth": 450e9, "latency": 5e-6},  # NVLink 4: 900 GB/s both ways (H100 datasheet, 2023)
+        "between": {"bandwidth": 50e9, "latency": 10e-6},  # a 400 Gb/s adapter a device (DGX H100/H200 user guide)
     },
     "dgx-h200": {
         "hosts": 1,
         "devices": 8,
         "kind": "h200",
-        "inside": {"bandwidth": 450e9, "latency": 5e-6},
-        "between": {"bandwidth": 50e9, "latency": 10e-6},
+        "inside": {"bandwidth": 450e9, "latency": 5e-6},  # as the H100 (H200 datasheet, 2024)
+        "between": {"bandwidth": 50e9, "latency": 10e-6},  # as the DGX H100
     },
     "dapple-a": {
         "hosts": 2,
@@ -69,12 +75,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Bytes as the vendor counts them. `host_bandwidth` is the way to host memory, PCIe x16: 3.0 has 16 GB/s each way, 4.0
+# twice and 5.0 four times that (datasheets: V100 "32 GB/s", A100 "64 GB/s", H100 and H200 "128 GB/s", both ways added).
 KINDS: dict[str, dict[str, float]] = {
-    "v100-16": {"memory": 16e9},
-    "v100-32": {"memory": 32e9},
-    "a100-40": {"memory": 40e9},
-    "a100-80": {"memory": 80e9},
-    "h100": {"memory": 80e9},
-    "h200": {"memory": 141e9},
-    "rtx-4090": {"memory": 24e9},
+    "v100-16": {"memory": 16e9, "host_bandwidth": 16e9},
+    "v100-32": {"memory": 32e9, "host_bandwidth": 16e9},
+    "a100-40": {"memory": 40e9, "host_bandwidth": 32e9},
+    "a100-80": {"memory": 80e9, "host_bandwidth": 32e9},
+    "h100": {"memory": 80e9, "host_bandwidth": 64e9},
+    "h200": {"memory": 141e9, "host_bandwidth": 64e9},
+    "l40s": {"memory": 48e9, "host_bandwidth": 32e9},
+    "rtx-4090": {"memory": 24e9, "host_bandwidth": 32e9},
 }

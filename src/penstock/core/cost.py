@@ -9,13 +9,14 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.core import given
+from penstock.core.action import Op
 from penstock.core.cluster import Cluster
 from penstock.core.given import Numbers
 from penstock.core.links import FloatArray, Links, cluster_links, pair_links, ring_seconds
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.schedule import BoolArray
-from penstock.core.shape import Shape
+from penstock.core.shape import Law, Shape
 from penstock.errors import InputError
 
 
@@ -35,7 +36,9 @@ class Footprint:
 class Costs:
     """Seconds of every stage for one micro-batch on one device, of its reduction and update, and of every lane.
 
-    A replica that takes a share of the rows takes that share of the seconds and of the activations.
+    A replica that takes a share of the rows takes that share of the seconds and of the activations. A stage that
+    offloads copies what it keeps to host memory beside its forward, and back beside its backward; neither ends before
+    its copy does.
     """
 
     forward: FloatArray
@@ -48,6 +51,31 @@ class Costs:
     links: Links
     footprint: Footprint
     overlap: float = 1.0  # seconds of F&B, as a fraction of F + B
+    host_copy: FloatArray | None = None  # seconds, one way; 0 for a stage that offloads nothing, None: none does
+    full_backward: FloatArray | None = None  # of B, where that is not what I and W take together
+
+    @property
+    def backward(self) -> FloatArray:
+        """Seconds of both gradients, computed together."""
+        return self.input_grad + self.weight_grad if self.full_backward is None else self.full_backward
+
+    def seconds(self, op: Op) -> FloatArray:
+        """What F, B, I or W takes on every stage: a second forward included, and no less than the copy beside it."""
+        again = np.where(self.recompute, self.forward, 0.0)
+        parts = {
+            Op.F: self.forward,
+            Op.B: self.backward + again,
+            Op.I: self.input_grad + again,
+            Op.W: self.weight_grad,
+        }
+        copied = 0.0 if self.host_copy is None or op is Op.W else self.host_copy
+        longest: FloatArray = np.maximum(parts[op], copied)
+        return longest
+
+    @property
+    def offloads(self) -> BoolArray:
+        """Which stages keep nothing on the device between forward and backward."""
+        return np.zeros(len(self.recompute), dtype=bool) if self.host_copy is None else self.host_copy > 0
 
 
 def shares(shape: Shape) -> FloatArray:
@@ -126,7 +154,10 @@ def flat_costs(
 
 
 def plan_costs(shape: Shape, profile: Profile, plan: Plan, cluster: Cluster) -> Costs:
-    """Costs of a plan: a stage's layers added up, on the devices and links that the plan gives it."""
+    """Costs of a plan: a stage's layers added up, on the devices and links that the plan gives it.
+
+    A stage's copy to host memory is that of its slowest replica.
+    """
     layers = [profile.layers[stage.first : stage.last + 1] for stage in plan.stages]
     if plan.stages[-1].last != len(profile.layers) - 1:
         raise InputError(
@@ -157,25 +188,51 @@ def plan_costs(shape: Shape, profile: Profile, plan: Plan, cluster: Cluster) -> 
     sizes = np.array([crossing.get(edge, 0.0) for edge in shape.edges])
     incoming = np.array([sum(size for (_, b), size in crossing.items() if b == s) for s in range(shape.stages)])
     devices = [slot[0] for slot in plan.slots]
-    parameters = total("parameter_bytes")
+    parameters, own = total("parameter_bytes"), profile.per_stage
+    kept = total("kept_bytes") + profile.leaving(plan.cuts)
+    again = np.array([stage.recompute for stage in plan.stages])
+    slower = 1.0 + (profile.newest if shape.law is Law.NEWEST else 0.0)
+    slowdown = np.array([slower / min(cluster.devices[d].speed for d in slot) for slot in plan.slots])
     return Costs(
-        forward=total("forward"),
-        input_grad=total("input_grad"),
+        forward=total("forward") + own.forward,
+        input_grad=total("input_grad") + own.backward,
         weight_grad=total("weight_grad"),
-        update=np.zeros(shape.stages),
+        update=total("update") + own.update,
         reduce=np.array([_reduce_seconds(shape, s, parameters[s], devices, cluster) for s in range(shape.stages)]),
-        recompute=np.array([stage.recompute for stage in plan.stages]),
-        slowdown=np.array([1.0 / min(cluster.devices[d].speed for d in slot) for slot in plan.slots]),
+        recompute=again,
+        slowdown=slowdown,
         links=cluster_links(shape, sizes, devices, cluster),
         footprint=Footprint(
-            total("kept_bytes"),
+            kept,
             total("kept_until_weight_bytes"),
             incoming,
             parameters + total("buffer_bytes"),
             parameters,
             total("optimizer_bytes"),
         ),
+        host_copy=_host_copy(shape, plan, cluster, np.where(again, incoming, kept), slowdown),
+        full_backward=total("backward") + own.backward
+        if any(layer.full_backward for layer in profile.layers)
+        else None,
     )
+
+
+def _host_copy(
+    shape: Shape, plan: Plan, cluster: Cluster, sizes: FloatArray, slowdown: FloatArray
+) -> FloatArray | None:
+    """Seconds of each stage's copy, one way, such that a slot's slowdown makes them what its way to the host takes."""
+    found = np.zeros(shape.stages)
+    for s in (s for s, stage in enumerate(plan.stages) if stage.offload):
+        for slot in (shape.slot(s, j) for j in range(int(shape.stage_replicas[s]))):
+            narrow = min((cluster.devices[d] for d in plan.slots[slot]), key=lambda device: device.host_bandwidth)
+            if not narrow.host_bandwidth:
+                raise InputError(
+                    f"a host_bandwidth of device kind {narrow.kind!r}, on which stage {s} offloads its activations",
+                    "none",
+                    "give it in the cluster, or plan without offload",
+                )
+            found[s] = max(found[s], sizes[s] / narrow.host_bandwidth / slowdown[slot])
+    return found if found.any() else None
 
 
 def _reduce_seconds(shape: Shape, stage: int, size: float, devices: Sequence[int], cluster: Cluster) -> float:
@@ -183,4 +240,4 @@ def _reduce_seconds(shape: Shape, stage: int, size: float, devices: Sequence[int
     if len(members) < 2:
         return 0.0
     level = cluster.levels[max(cluster.meeting_level(a, b) for a, b in pairwise(members))]
-    return ring_seconds(len(members), size, level.reduce_rate(len(members)), level.latency)
+    return ring_seconds(len(members), size, level.reduce_rate(len(members)), level.reduce_wait)

@@ -84,9 +84,18 @@ class Endless:
     def one(self, slot: int, number: int) -> list[Row]:
         """Pass `number` of a slot, of a run that goes on."""
         known = min(number, self.steady)
+        return self._shifted(self._early(slot, known), number - known)
+
+    @cache  # noqa: B019  # as above: every pass of a long run is one of these, later
+    def _early(self, slot: int, number: int) -> list[Row]:
+        """One of the first passes, up to the first steady one."""
         first, length = len(self.loop.fill[slot]), len(self.loop.body[slot])
-        rows = self._cut(self.least, slot, first + known * length, first + (known + 1) * length)
-        return self._shifted(rows, number - known)
+        return self._cut(self.least, slot, first + number * length, first + (number + 1) * length)
+
+    @cached_property
+    def _steps(self) -> list[int]:
+        """By stage: versions that a pass adds."""
+        return [int(step) for step in self.loop.version_step()]
 
     def rest(self, slot: int, passes: int, batches: int) -> list[Row]:
         """What is left of a run of so many mini-batches after so many passes; after none, all of it."""
@@ -98,7 +107,7 @@ class Endless:
     def named(self, stage: int, microbatch: int) -> int:
         """The version that the forward of a micro-batch names on a stage."""
         known = self._named[stage]
-        per_pass, step = self.loop.period * self.shape.microbatches, int(self.loop.version_step()[stage])
+        per_pass, step = self.loop.period * self.shape.microbatches, self._steps[stage]
         whole = max(0, -(-(microbatch - len(known) + 1) // per_pass))
         return int(known[microbatch - whole * per_pass]) + whole * step
 
@@ -133,8 +142,8 @@ class Endless:
     def _shifted(self, rows: list[Row], passes: int) -> list[Row]:
         if not passes:
             return rows
-        numbers, step = passes * self.loop.period * self.shape.microbatches, self.loop.version_step()
-        return [_later(row, numbers, passes * int(step[row.stage])) for row in rows]
+        numbers = passes * self.loop.period * self.shape.microbatches
+        return [_later(row, numbers, passes * self._steps[row.stage]) for row in rows]
 
 
 def _later(row: Row, numbers: int, versions: int) -> Row:

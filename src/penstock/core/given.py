@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, TypeVar
+from math import inf, log10
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +14,15 @@ from penstock.errors import FormatError, InputError, PenstockError
 
 Noun = TypeVar("Noun")
 Numbers = float | Sequence[float] | npt.NDArray[np.float64]
+LARGEST = 1e30  # of seconds, bytes and rates: products of larger ones overflow, and what follows makes no sense
 
 
 def whole(what: str, value: object, least: int = 1, most: int | None = None) -> int:
     """A whole number of at least `least`; True and 4.0 are none."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise InputError(f"{what} to be a whole number of at least {least}", repr(value), f"change {what}")
+        raise InputError(f"{what} to be a whole number of at least {least}", shown(value), f"change {what}")
     if most is not None and value > most:
-        raise InputError(f"{what} to be at most {most}", value, f"lower {what}")
+        raise InputError(f"{what} to be at most {most}", shown(int(value)), f"lower {what}")
     return int(value)
 
 
@@ -31,11 +33,48 @@ def truth(what: str, value: object) -> bool:
     return bool(value)
 
 
+def number(what: str, value: object, do: str) -> None:
+    """Refuse what is not one finite number of 0 or more; True and '1' are none."""
+    if not (is_number(value) and 0 <= value < inf):
+        raise InputError(f"{what} to be a number of 0 or more", shown(value), do)
+    sized(what, value, do)
+
+
+def sized(what: str, value: object, do: str, least: float = 0.0) -> None:
+    """Refuse what is no number, or beyond all that is measured; 0, negative and infinite ones are for others to judge.
+
+    `least` is the smallest that is not 0.
+    """
+    if not is_number(value):
+        raise InputError(f"{what} to be a number", repr(value), do)
+    if LARGEST < value < inf:
+        raise InputError(f"{what} to be at most {LARGEST:g}", shown(value), do)
+    if 0 < value < least:
+        raise InputError(f"{what} to be at least {least:g}", value, do)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Comparisons alone may follow: a whole number can be too large to become a float."""
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def text(what: str, value: object, do: str) -> None:
+    if not isinstance(value, str):
+        raise InputError(f"{what} to be a text", repr(value), do)
+
+
+def shown(value: object) -> str:
+    """As repr, but whole numbers of very many digits, which Python may refuse to write, by their size."""
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return f"about {'-' if value < 0 else ''}1e{int(log10(abs(value)))}"
+    return repr(value)
+
+
 def numbers(what: str, value: object) -> npt.NDArray[np.float64]:
     """One number or several, finite and 0 or more, as an array of one dimension."""
     try:
         found = np.atleast_1d(np.asarray(value, dtype=np.float64))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InputError(f"{what} to be a number, or a list of numbers", repr(value), f"correct {what}") from None
     if found.ndim != 1 or not (np.isfinite(found).all() and (found >= 0).all()):
         raise InputError(f"{what} to be finite and 0 or more", found.tolist(), f"correct {what}")

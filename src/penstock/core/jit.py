@@ -14,8 +14,20 @@ from typing import Any
 COMPILE_FROM = 30_000  # rows at which compiling (or loading the compiled code from disk) starts to pay
 
 
+class _Calls:
+    many = False
+
+
+_calls = _Calls()
+
+
+def expect_many_calls() -> None:
+    """Small calls are coming by the hundred: from now on every kernel is compiled when it is first called."""
+    _calls.many = True
+
+
 class Kernel:
-    """A loop over arrays that compiles itself on its first large call."""
+    """A loop over arrays that compiles itself on its first large call, and is then there for small ones too."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.plain = function
@@ -23,8 +35,8 @@ class Kernel:
         self.__doc__ = function.__doc__
 
     def __call__(self, size: int, *arguments: Any) -> Any:
-        run = self.plain if size < COMPILE_FROM else self.compiled
-        return run(*arguments)
+        plain = size < COMPILE_FROM and self._compiled is None and not _calls.many
+        return (self.plain if plain else self.compiled)(*arguments)
 
     @property
     def compiled(self) -> Callable[..., Any]:

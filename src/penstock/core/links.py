@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,8 @@ class Links:
     """What carries each lane, forward ([0]) and backward ([1]); a lane is one (edge, sending, receiving replica).
 
     `leave` and `enter` name the resources a transfer occupies for `seconds`; -1 is none. `latency` comes on top and
-    occupies nothing. `shared` says that different slots send over one resource, so that arrival order matters.
+    occupies nothing. `shared` says that different slots send over one resource, so that arrival order matters. `held`
+    is how long the slot that sends is held up itself.
     """
 
     seconds: FloatArray  # (2, lanes)
@@ -32,6 +34,7 @@ class Links:
     leave: IntArray
     enter: IntArray
     shared: bool
+    held: FloatArray
 
     @property
     def resources(self) -> int:
@@ -40,7 +43,7 @@ class Links:
     def free(self) -> Links:
         """The same links, taking no time."""
         nothing = np.zeros_like(self.seconds)
-        return replace(self, seconds=nothing, latency=nothing)
+        return replace(self, seconds=nothing, latency=nothing, held=nothing)
 
 
 def lane_ends(shape: Shape) -> list[tuple[int, int, int, int, float]]:
@@ -51,13 +54,20 @@ def lane_ends(shape: Shape) -> list[tuple[int, int, int, int, float]]:
         if shape.placement[a] == shape.placement[b]:
             continue
         ours, theirs = int(shape.stage_replicas[a]), int(shape.stage_replicas[b])
-        for i in range(ours):
-            for j in range(theirs):
-                common = min((i + 1) / ours, (j + 1) / theirs) - max(i / ours, j / theirs)
-                fraction = 1.0 if shape.turns else common
-                if fraction > 1e-12:
-                    lane = int(first[edge]) + i * theirs + j
-                    found.append((lane, shape.slot(a, i), shape.slot(b, j), edge, fraction))
+        every = [(i, j, 1.0) for i in range(ours) for j in range(theirs)] if shape.turns else common_rows(ours, theirs)
+        for i, j, fraction in every:
+            found.append((int(first[edge]) + i * theirs + j, shape.slot(a, i), shape.slot(b, j), edge, fraction))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def common_rows(senders: int, receivers: int) -> list[tuple[int, int, float]]:
+    """(sender, receiver, share of the rows) of all that have rows in common, each having an equal part of all."""
+    found, i, j = [], 0, 0
+    while i < senders and j < receivers:
+        first, last = max(i * receivers, j * senders), min((i + 1) * receivers, (j + 1) * senders)
+        found.append((i, j, (last - first) / (senders * receivers)))
+        i, j = i + (last == (i + 1) * receivers), j + (last == (j + 1) * senders)
     return found
 
 
@@ -79,12 +89,13 @@ def pair_links(shape: Shape, seconds: FloatArray) -> Links:
         time[:, lane] = seconds[edge] * fraction
         leave[0, lane] = names.setdefault((a, b), len(names))
         leave[1, lane] = names.setdefault((b, a), len(names))
-    return Links(time, latency, leave, enter, shared=False)
+    return Links(time, latency, leave, enter, shared=False, held=np.zeros_like(time))
 
 
 def cluster_links(shape: Shape, sizes: FloatArray, devices: Sequence[int], cluster: Cluster) -> Links:
     """The links of a cluster: `sizes[edge]` bytes of a whole micro-batch, `devices[slot]` the device of each slot."""
     time, latency, leave, enter = _no_links(shape)
+    held = np.zeros_like(time)
     names: dict[tuple[object, ...], int] = {}
     senders: dict[int, set[int]] = {}
     for lane, a, b, edge, fraction in lane_ends(shape):
@@ -92,6 +103,7 @@ def cluster_links(shape: Shape, sizes: FloatArray, devices: Sequence[int], clust
         level = cluster.levels[at]
         time[:, lane] = sizes[edge] * fraction / level.bandwidth
         latency[:, lane] = level.latency
+        held[:, lane] = time[:, lane] if level.blocking else 0.0
         for way, (source, target) in enumerate(((a, b), (b, a))):
             if level.shared:
                 leaving = ("out", at, cluster.group(devices[source], at))
@@ -102,4 +114,4 @@ def cluster_links(shape: Shape, sizes: FloatArray, devices: Sequence[int], clust
             for resource in (leave[way, lane], enter[way, lane]):
                 senders.setdefault(int(resource), set()).add(source)
     shared = any(len(slots) > 1 for resource, slots in senders.items() if resource >= 0)
-    return Links(time, latency, leave, enter, shared)
+    return Links(time, latency, leave, enter, shared, held)

@@ -1,6 +1,10 @@
 """What a slot holds in memory, by kind, as its list of actions goes by.
 
 A slot does one thing at a time, so the order of its list alone decides its memory; times only place it on the clock.
+
+A stage that offloads has a micro-batch's activations on the device while its own F runs, while its own B or I runs,
+and of those that I leaves, until W has run. On top comes room for one micro-batch's copy that is on its way out or
+back, from the stage's first forward to its last backward.
 """
 
 from __future__ import annotations
@@ -49,11 +53,27 @@ def activation_changes(schedule: Schedule, costs: Costs) -> dict[Kind, Changes]:
         return change
 
     remade = where(backward, full - kept)
+    begun, ended = where(forward, kept), where(backward, -kept)
+    if costs.offloads.any():
+        away = costs.offloads[stage]
+        first, last = _ends(schedule, forward & away, backward & away)
+        begun += where(backward & away, kept) + where(first, kept)
+        ended -= where(forward & away, kept) + where(last, kept)
     return {
-        Kind.ACTIVATIONS: (where(forward, kept), where(backward, -kept)),
+        Kind.ACTIVATIONS: (begun, ended),
         Kind.HELD: (np.zeros(len(op)), where(split, late) + where(weight, -late)),
         Kind.RECOMPUTE: (remade, -remade),
     }
+
+
+def _ends(schedule: Schedule, forward: BoolArray, backward: BoolArray) -> tuple[BoolArray, BoolArray]:
+    """The first of some forwards and the last of some backwards, of every stage on every slot."""
+    seat = schedule.slot_of_rows() * schedule.shape.stages + schedule.rows.stage
+    first, last = np.zeros(len(seat), dtype=bool), np.zeros(len(seat), dtype=bool)
+    forwards, backwards = np.flatnonzero(forward), np.flatnonzero(backward)[::-1]
+    first[forwards[np.unique(seat[forwards], return_index=True)[1]]] = True
+    last[backwards[np.unique(seat[backwards], return_index=True)[1]]] = True
+    return first, last
 
 
 def version_changes(schedule: Schedule) -> Changes:
@@ -84,12 +104,13 @@ def gradient_changes(schedule: Schedule, costs: Costs) -> Changes:
     """Gradient buffers live from the first backward of a round to the end of its update."""
     shape, rows = schedule.shape, schedule.rows
     begins, ends = np.zeros(len(rows)), np.zeros(len(rows))
-    slot = schedule.slot_of_rows()
     for at in range(shape.slots):
+        start, end = schedule.starts[at : at + 2]
+        op, stages = rows.op[start:end], rows.stage[start:end]
         for stage in shape.stages_of(int(shape.slot_rank[at])):
-            mine = (slot == at) & (rows.stage == stage)
-            updates = np.flatnonzero(mine & (rows.op == Op.UPDATE))
-            made = np.flatnonzero(mine & ((rows.op == Op.B) | (rows.op == Op.W)))
+            mine = stages == stage
+            updates = start + np.flatnonzero(mine & (op == Op.UPDATE))
+            made = start + np.flatnonzero(mine & ((op == Op.B) | (op == Op.W)))
             rounds = np.searchsorted(updates, made)
             first = made[np.unique(rounds, return_index=True)[1]]
             begins[first] = costs.footprint.gradients[stage]

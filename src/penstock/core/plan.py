@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.core.given import from_json_of
+from penstock.core.given import from_json_of, truth, whole
 from penstock.errors import InputError
 
 
@@ -17,6 +17,12 @@ class StagePlan:
     last: int
     recompute: bool = False
     offload: bool = False
+
+    def __post_init__(self) -> None:
+        whole("the first layer of a stage", self.first, 0)
+        whole("the last layer of a stage", self.last, 0)
+        truth("recompute of a stage", self.recompute)
+        truth("offload of a stage", self.offload)
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class Plan:
     options: tuple[tuple[str, Any], ...] = ()  # of the schedule, as sorted pairs
 
     def __post_init__(self) -> None:
+        if not self.stages:
+            raise InputError("a plan with at least one stage", "none", "complete the plan")
         if len(self.stages) != len(self.placement):
             raise InputError(
                 f"one rank for each of {len(self.stages)} stages", len(self.placement), "complete the plan"
@@ -53,7 +61,7 @@ class Plan:
                     "give every layer to exactly one stage, in order",
                 )
         taken = [device for rank in self.devices for slot in rank for device in slot]
-        if len(taken) != len(set(taken)) or not all(slot for rank in self.devices for slot in rank):
+        if len(taken) != len(set(taken)) or not all(rank and all(rank) for rank in self.devices):
             raise InputError("each slot to have devices of its own", self.devices, "give every slot different devices")
 
     @property
@@ -94,10 +102,14 @@ class Plan:
     def from_json(cls, data: dict[str, Any]) -> Plan:
         return cls(
             stages=tuple(StagePlan(**stage) for stage in data["stages"]),
-            placement=tuple(data["placement"]),
-            devices=tuple(tuple(tuple(slot) for slot in rank) for rank in data["devices"]),
+            placement=tuple(whole("the rank of a stage", rank, 0) for rank in data["placement"]),
+            devices=tuple(tuple(tuple(map(_device, slot)) for slot in rank) for rank in data["devices"]),
             schedule=data["schedule"],
             microbatches=data["microbatches"],
-            batches=data["batches"],
+            batches=whole("batches", data["batches"]),
             options=tuple(sorted(data["options"].items())),
         )
+
+
+def _device(number: object) -> int:
+    return whole("the number of a device", number, 0)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import heapq
 import re
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 
+from penstock.core.given import LARGEST
 from penstock.core.profile import Layer, Profile
 from penstock.errors import FormatError
 
@@ -92,10 +92,14 @@ def _take(graph: _Graph, number: int, line: str) -> None:
 
 def _figures(graph: _Graph, number: int, text: str) -> dict[str, float]:
     """The four numbers of a node."""
-    found = {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in text.split(", "))}
-    for key in found:
+    found: dict[str, str] = {}
+    for part in text.split(", "):
+        key, _, value = (word.strip() for word in part.partition("="))
         if key not in FIGURES:
             raise graph.fault(number, f"the keys {', '.join(FIGURES)}", repr(key), "correct the line")
+        if key in found:
+            raise graph.fault(number, "each key once", f"{key} again", "drop one of them")
+        found[key] = value
     for key in FIGURES:
         if not found.get(key):
             raise graph.fault(number, f"a number for {key}", "none", "complete the line")
@@ -109,8 +113,10 @@ def _number(graph: _Graph, number: int, key: str, text: str) -> float:
         values = [float(part) for part in (text[1:-1].split(";") if listed else [text])]
     except ValueError:
         raise graph.fault(number, f"{key} to be a number", repr(text), "correct the line") from None
-    if not all(isfinite(value) and value >= 0 for value in values):
+    if not all(value >= 0 for value in values):
         raise graph.fault(number, f"{key} to be 0 or more", text, "correct the line")
+    if sum(values) > LARGEST:
+        raise graph.fault(number, f"{key} to be at most {LARGEST:g}", text, "correct the line")
     return sum(values)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from penstock.core.action import Action, Op
 from penstock.engine.desk import Desk
 from penstock.model.stage import Job, Stage
+from penstock.model.walk import watching
 
 
 def _nobody(stage: int) -> None:
@@ -34,6 +36,11 @@ class Acting:
         self.jobs = {job.number: job for job in jobs}
         self.desk = Desk(self.stages)
         self.made: dict[int, Any] = {}
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Around all actions on the jobs: `watching`, which takes as long as a small stage, where a stage needs it."""
+        walks = any(stage.split.walks(job.path, at) for job in self.jobs.values() for at, stage in self.stages.items())
+        return watching() if walks else nullcontext()
 
     @property
     def results(self) -> list[Any]:

@@ -19,19 +19,27 @@ class Drift:
         self.delay, self.keep = delay, decay ** (1 / delay)
         self.delta = [torch.zeros_like(weight) for weight in weights]
         self.spare = [torch.empty_like(weight) for weight in weights]
+        self.led_from: list[Tensor] | None = None  # the weights that `spare` was made from, while they last
+
+    def forget(self) -> None:
+        """The weights may have been changed by others."""
+        self.led_from = None
 
     def leave(self, before: list[Tensor]) -> None:
+        self.forget()
         if self.delta:
             torch._foreach_mul_(self.delta, self.keep)
             torch._foreach_add_(self.delta, before, alpha=self.keep - 1)
 
     def arrive(self, after: list[Tensor]) -> None:
+        self.forget()
         if self.delta:
             torch._foreach_add_(self.delta, after, alpha=1 - self.keep)
 
     def corrected(self, weights: list[Tensor]) -> list[Tensor]:
-        """w - delay * delta, in a buffer that the next call uses again."""
-        if self.delta:
+        """w - delay * delta, in a buffer that the next version uses again. All backwards of a version share it."""
+        if self.delta and self.led_from is not weights:
+            self.led_from = weights
             torch._foreach_copy_(self.spare, weights)
             torch._foreach_add_(self.spare, self.delta, alpha=-self.delay)
         return self.spare

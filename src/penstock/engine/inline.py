@@ -13,7 +13,6 @@ from penstock.core.check import Proven
 from penstock.engine.acting import Acting, apart_in, flat
 from penstock.engine.order import dependency_order
 from penstock.model.stage import Job, Stage
-from penstock.model.walk import watching
 
 
 class InlineEngine:
@@ -27,7 +26,7 @@ class InlineEngine:
     def run(self, jobs: list[Job]) -> list[Any]:
         """Forward and backward of all micro-batches; gradients are in the parameters. Returns what the jobs made."""
         self.acting.begin(jobs)
-        with watching():
+        with self.acting.watched():
             for action in self.order:
                 self.acting.act(action.op, action.stage, action.microbatch)
         return self.acting.results
@@ -47,7 +46,7 @@ class InlineEngine:
 def forward_all(acting: Acting, jobs: list[Job]) -> list[Any]:
     """Forwards alone, one micro-batch after the other, where all stages are at hand."""
     acting.begin(jobs)
-    with watching():
+    with acting.watched():
         for job in jobs:
             for stage in acting.stages:
                 acting.turn(stage)

@@ -61,8 +61,7 @@ class Mailing:
             job.words.heard_up(told)
 
     def forward(self, jobs: list[Job], turn: Callable[[int], None]) -> list[Any]:
-        """Forwards alone, stage by stage: what is needed comes from the other ranks."""
-        self.acting.begin(jobs)
+        """Forwards alone, stage by stage: what is needed comes from the other ranks. The jobs are `acting`'s."""
         for stage in self.acting.stages:
             for job in jobs:
                 self._forward(stage, job, turn)

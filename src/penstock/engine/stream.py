@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Protocol
 
-from penstock.core.action import Action, Op
+from penstock.core.action import Op
 from penstock.core.endless import Endless, Row
 from penstock.engine.acting import Acting
 from penstock.engine.clock import RunClock
@@ -18,7 +18,7 @@ from penstock.engine.lanes import Lanes
 from penstock.engine.mailing import Mailing
 from penstock.engine.watch.watch import Watch
 from penstock.engine.weights import Weights
-from penstock.engine.worker import in_words, running
+from penstock.engine.worker import running
 from penstock.model.loss import Loss, Total
 from penstock.model.stage import Job, Stage
 from penstock.model.walk import watching
@@ -177,13 +177,12 @@ class WorkerStream(Streaming):
 
     def run(self, rows: list[list[Row]]) -> None:
         (mine,) = rows
-        self.watch.describe(lambda at: in_words(_action(mine[at])), len(mine))
         doing, clock = self.watch.doing, self.clock
         with running(self.watch):
             if clock is not None:
                 clock.begin()
-            for at, row in enumerate(mine):
-                doing(at)
+            for row in mine:
+                doing(row)
                 self._act(row)
                 if clock is not None:
                     clock.tick()
@@ -200,12 +199,9 @@ class WorkerStream(Streaming):
 
     def forward(self, jobs: list[Job]) -> list[Any]:
         self.mailing.next_run()
-        with running(self.watch):
+        self.acting.begin(jobs)
+        with running(self.watch), self.acting.watched():
             return self.mailing.forward(jobs, self.acting.turn)
 
     def close(self) -> None:
         self.lanes.close()
-
-
-def _action(row: Row) -> Action:
-    return Action(row.op, row.stage, row.microbatch, row.version, row.peer)

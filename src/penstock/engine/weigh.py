@@ -1,51 +1,24 @@
 """What a stage keeps of one micro-batch from its forward to its backward, weighed once, in the first step.
 
-Counted are the tensors that autograd saves, what the stage received, and what it made for others: each storage once,
-and of a storage no more than the tensors on it, lest a slice of the batch count as all of it. Parameters and buffers
-are there anyway.
+Counted are the tensors that autograd saves, what the stage received, and what it made for others. Parameters and
+buffers are there anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.core.action import Op
 from penstock.engine.acting import Acting
 from penstock.engine.mark import Mark
+from penstock.model.heap import Heap
 
 WEIGHED = 0  # the micro-batch that is weighed for all
 
 Act = Callable[[Op, int, int], None]
-
-
-class Heap:
-    """Tensors by their storages."""
-
-    def __init__(self, ignored: Iterable[Tensor]) -> None:
-        self.ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored if not tensor.is_meta}
-        self.parts: dict[int, dict[tuple[Any, ...], int]] = {}
-        self.whole: dict[int, int] = {}
-
-    def add(self, tensor: Tensor) -> None:
-        if tensor.is_meta or tensor.layout is not torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        place = storage.data_ptr()
-        if place not in self.ignored:
-            where = (tensor.storage_offset(), tensor.dtype, tensor.numel())
-            self.parts.setdefault(place, {})[where] = tensor.numel() * tensor.element_size()
-            self.whole[place] = storage.nbytes()
-
-    @property
-    def bytes(self) -> int:
-        return sum(min(self.whole[place], sum(parts.values())) for place, parts in self.parts.items())
 
 
 @dataclass
@@ -89,19 +62,9 @@ class Weigh:
         for tensor in desk.values.get((stage, WEIGHED), {}).values():
             heap.add(tensor)
         kept.inputs = heap.bytes
-        with _saving(heap):
+        with heap.saving():
             self.acting.act(op, stage, WEIGHED)
         for (source, _, microbatch), made in desk.outgoing.items():
             for tensor in made.values() if (source, microbatch) == (stage, WEIGHED) else ():
                 heap.add(tensor)
         kept.activations = heap.bytes
-
-
-@contextmanager
-def _saving(heap: Heap) -> Iterator[None]:
-    def pack(tensor: Tensor) -> Tensor:
-        heap.add(tensor)
-        return tensor.detach()  # a graph must not hold its own results: it would never be freed
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield

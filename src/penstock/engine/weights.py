@@ -87,6 +87,8 @@ class Weights:
             held.versions.restart()
             if held.steps is not None:
                 held.steps.restart()
+            if held.drift is not None:
+                held.drift.forget()
 
     def end(self) -> None:
         """All is drained: copies take up what is left to be heard."""

@@ -10,19 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.core.action import Action, Op
+from penstock.core.action import Op
 from penstock.core.check import Proven
+from penstock.core.endless import Row
 from penstock.engine.acting import Acting, apart_in, flat
 from penstock.engine.clock import Clock
 from penstock.engine.lanes import Lanes
 from penstock.engine.mailing import Mailing
-from penstock.engine.watch.board import OUTSIDE
 from penstock.engine.watch.watch import Watch
 from penstock.engine.weigh import Act, Weigh
 from penstock.model.stage import Job, Stage
-from penstock.model.walk import watching
-
-Row = tuple[Op, int, int, int]  # what, stage, micro-batch, the stage at the other end
 
 
 class Worker:
@@ -39,7 +36,7 @@ class Worker:
         clock: Clock | None = None,
     ) -> None:
         self.actions = [action for action in flat(proven.schedule.actions(rank)) if action.op <= Op.RECV_B]
-        self.rows: list[Row] = [(a.op, a.stage, a.microbatch, a.peer) for a in self.actions]
+        self.rows = [Row(a.op, a.stage, a.microbatch, a.version, a.peer) for a in self.actions]
         self.acting, self.lanes, self.watch, self.clock = (
             Acting(stages, apart_in(self.actions), turn),
             lanes,
@@ -49,26 +46,22 @@ class Worker:
         device = stages[0].settings.device
         self.mailing = Mailing(self.acting, lanes, device)
         self.weigh = None if clock is None else Weigh(self.acting, device)
-        self.describe()
-
-    def describe(self) -> None:
-        """Tell the watch what the rows are, for those who ask."""
-        self.watch.describe(lambda row: in_words(self.actions[row]))
 
     def run(self, jobs: list[Job]) -> list[Any]:
         """Forward and backward of all micro-batches; gradients are in the parameters. Returns what the jobs made."""
         self.acting.begin(jobs)
         self.mailing.next_run()
-        with running(self.watch):
+        with running(self.watch), self.acting.watched():
             act = self.acting.act if self.weigh is None else self.weigh.begin()
             self._rows(self.watch.doing, self.clock, act)
         return self.acting.results
 
-    def _rows(self, doing: Callable[[int], None], clock: Clock | None, act: Act) -> None:
+    def _rows(self, doing: Callable[[Row], None], clock: Clock | None, act: Act) -> None:
         if clock is not None:
             clock.begin()
-        for at, (op, stage, microbatch, peer) in enumerate(self.rows):
-            doing(at)
+        for row in self.rows:
+            doing(row)
+            op, stage, microbatch, _, peer = row
             if op <= Op.FB:
                 act(op, stage, microbatch)
             elif op in (Op.SEND_F, Op.SEND_B):
@@ -81,7 +74,8 @@ class Worker:
     def forward(self, jobs: list[Job]) -> list[Any]:
         """Forwards alone."""
         self.mailing.next_run()
-        with running(self.watch):
+        self.acting.begin(jobs)
+        with running(self.watch), self.acting.watched():
             return self.mailing.forward(jobs, self.acting.turn)
 
     def close(self) -> None:
@@ -97,14 +91,9 @@ class Worker:
 def running(watch: Watch) -> Iterator[None]:
     """Around rows: a failure is told to the other ranks before it goes up."""
     try:
-        with watching():
-            yield
+        yield
     except BaseException as error:
         watch.failed(error)
         raise
     finally:
-        watch.doing(OUTSIDE)
-
-
-def in_words(action: Action) -> str:
-    return f"{action} (stage {action.stage}, micro-batch {action.microbatch})"
+        watch.outside()

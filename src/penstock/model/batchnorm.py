@@ -4,13 +4,14 @@ running averages move once a step by those of the whole batch, with the unbiased
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+_NOTHING = nullcontext()
 _TORCHS_OWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
@@ -55,9 +56,12 @@ class DeferredNorms:
         self.step = 0  # whose forward runs
         self.seen: dict[int, dict[_BatchNorm, dict[tuple[int, int], _Seen]]] = {}  # by step; by stage and call
 
-    @contextmanager
-    def forward(self, stage: int, step: int) -> Iterator[None]:
+    def forward(self, stage: int, step: int) -> AbstractContextManager[None]:
         """Around a forward of a stage."""
+        return self._forward(stage, step) if self.norms else _NOTHING
+
+    @contextmanager
+    def _forward(self, stage: int, step: int) -> Iterator[None]:
         self.stage, self.step, self.calls = stage, step, {}
         try:
             yield

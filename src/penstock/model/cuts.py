@@ -16,7 +16,12 @@ from penstock.model.walk import Layout
 
 SLACK = 1.02  # a partition this close to the best balance may be taken for fewer bytes
 _REENTRANT = "torch.utils.checkpoint.CheckpointFunction.apply"
-_TORCHS_OWN = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)  # that may be opened
+CONTAINERS = (
+    nn.Sequential,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+)  # torch's own that may be opened
 
 
 def open_for(model: nn.Module, cuts: list[str]) -> frozenset[str]:
@@ -66,14 +71,14 @@ def _opens(model: nn.Module, opened: frozenset[str], args: tuple[Any, ...], kwar
 
 def _to_open(model: nn.Module, seen: Trace, pieces: int, closed: frozenset[str]) -> frozenset[str]:
     load = weights(model, seen)
-    atoms = [(event, weight) for event, weight in zip(seen.events, load, strict=True) if _is_part(event)]
+    atoms = [(event, weight) for event, weight in zip(seen.events, load, strict=True) if is_part(event)]
     total = sum(load) or 1.0
     kinds = [type(model.get_submodule(event.name)) for event, _ in atoms]
     names = [event.name for event, _ in atoms]
     may = [
         (event.name, kind, weight)
         for (event, weight), kind in zip(atoms, kinds, strict=True)
-        if event.name not in closed and names.count(event.name) == 1 and _openable(model.get_submodule(event.name))
+        if event.name not in closed and names.count(event.name) == 1 and openable(model.get_submodule(event.name))
     ]
     heavy = [name for name, kind, weight in may if kinds.count(kind) == 1 and weight > total / pieces / 2]
     if heavy:
@@ -85,15 +90,15 @@ def _to_open(model: nn.Module, seen: Trace, pieces: int, closed: frozenset[str])
     return frozenset(name for name, _, weight in may if weight >= most / 2)
 
 
-def _is_part(event: Event) -> bool:
+def is_part(event: Event) -> bool:
     return event.atom and not event.name.startswith("(")
 
 
-def _openable(module: nn.Module) -> bool:
+def openable(module: nn.Module) -> bool:
     """A module whose forward calls others of its own; torch's own attention and recurrent layers are one piece."""
     torchs = type(module).__module__.startswith(("torch.nn.modules", "torch._dynamo", "torch.jit", "torch.nn.utils"))
     compiled = getattr(module, "_compiled_call_impl", None) is not None
-    whole = compiled or (torchs and not isinstance(module, _TORCHS_OWN))
+    whole = compiled or (torchs and not isinstance(module, CONTAINERS))
     return not whole and not hooks_of(module) and any(True for _ in module.children())
 
 
@@ -141,7 +146,7 @@ def balanced(model: nn.Module, seen: Trace, pieces: int) -> list[tuple[str, int]
     """The cuts with the lightest heaviest stage and, within a little slack, the fewest bytes crossing."""
     load = weights(model, seen)
     begin = next((at + 1 for at, event in enumerate(seen.events) if event.atom and load[at]), len(load))
-    candidates = [at for at, event in enumerate(seen.events) if _is_part(event) and at >= begin]
+    candidates = [at for at, event in enumerate(seen.events) if is_part(event) and at >= begin]
     reasons = [(at, refusal(seen, at)) for at in candidates]
     places = [at for at, reason in reasons if reason is None]
     if len(places) < pieces - 1:

@@ -17,12 +17,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.batchnorm import is_deferred
-from penstock.model.seeding import draws
+from penstock.model.seeding import draws, other_draws
 from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow
 from penstock.model.untouched import copied, no_side_effects, untouched
 from penstock.model.walk import Layout, Walk, users_line
-from penstock.model.written import Written
+from penstock.model.written import Written, place
 
+_whole: set[Any] = {torch.ops.prim.device.default}  # operations that torch does not break into others
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, type)
 
 
@@ -81,6 +82,7 @@ class _Recorder(Walk):
         self.used: set[str] = set()  # parameters and buffers that the running event used
         self.constants: set[int] = set()
         self.generators: dict[torch.Generator, torch.Tensor] = {}  # that were drawn from, and their states before
+        self.own = False  # the running event drew from one of them
         for tensor in tree.tensors(inputs):
             self.add(tensor, -1, free=True)
         self.inputs = len(self.values)
@@ -94,7 +96,7 @@ class _Recorder(Walk):
         self.kept.append(tensor)
         self.known[id(tensor)] = len(self.values)
         size = tensor.numel() * tensor.element_size()
-        storage = _storage(tensor)
+        storage = place(tensor)
         if storage:
             self.memory.setdefault(storage, {})[id(tensor)] = tensor
         shape = tuple(tensor.shape)
@@ -137,8 +139,9 @@ class _Recorder(Walk):
             self.layout.parameters.get(id(t)) or self.buffer_names.get(id(t), "") for t in tree.tensors((args, kwargs))
         }
         versions, before = [_version(tensor) for tensor in given], self.counter.total
-        drawn = draws()
-        own = self.met_generators(args, kwargs)
+        self.counter.mark = 0
+        drawn, elsewhere = draws(), other_draws()
+        self.own = self.met_generators(args, kwargs)
         written = self.counter.written
         writes = written.writes
         written.setting(call, args)
@@ -151,10 +154,20 @@ class _Recorder(Walk):
         if not made and not changed and not atom:
             self.looked(name, given, result)
             return result
-        fixed = atom or own or bool(changed) or not all(map(torch.equal, drawn, draws()))
-        flops = self.counter.total - before
-        self.record(Event(name, atom, users_line(), (), (), (), (), (), not fixed, flops), given, result, changed)
+        drew = self.own or not all(map(torch.equal, drawn, draws()))
+        if atom and (drew or elsewhere != other_draws()):
+            result = self.apart(result, changed)
+        fixed = atom or drew or bool(changed)
+        flops, mark = self.counter.total - before, self.counter.mark
+        self.record(Event(name, atom, users_line(), (), (), (), (), (), not fixed, flops, mark), given, result, changed)
         return result
+
+    def apart(self, result: Any, changed: list[torch.Tensor]) -> Any:
+        """The result of an atom that drew random numbers, as a value of its own. One that leaves itself out by chance
+        returns what it was given, and the next time something else: later stages must not take the one for the
+        other."""
+        same = self.given - {id(tensor) for tensor in changed}
+        return tree.replace(result, lambda t: torch.ops.aten.alias(t) if id(t) in same else t)
 
     def looked(self, name: str, given: list[torch.Tensor], result: Any) -> None:
         """A function that made nothing."""
@@ -183,7 +196,7 @@ class _Recorder(Walk):
         parameters = tuple(sorted(name for name in self.used if name and name not in self.buffers))
         free = event.free and not parameters and all(self.values[value].free for value in reads)
         free = free and not any(tensor.requires_grad for tensor in made)
-        shared = {id(t): t for one in changed for t in self.memory.get(_storage(one), {id(one): one}).values()}
+        shared = {id(t): t for one in changed for t in self.memory.get(place(one), {id(one): one}).values()}
         changes = tuple((self.known[i], self.add(tensor, at, False)) for i, tensor in shared.items())
         makes = tuple(self.known[id(t)] if id(t) in self.known else self.add(t, at, free) for t in made)
         self.events.append(
@@ -197,7 +210,7 @@ class _Recorder(Walk):
                 free=free,
                 loose=any(value in self.constants for value in reads),
                 talks=any(not isinstance(leaf, (torch.Tensor, type(None))) for leaf in tree.leaves(result)),
-                aliases=bool(changes) or any(self.values[value].made_by != at for value in makes),
+                aliases=tuple(value for value in makes if value in reads),
                 region=self.region(),
             )
         )
@@ -228,6 +241,7 @@ class _Recorder(Walk):
         found = [part for part in (*args, *kwargs.values()) if isinstance(part, torch.Generator)]
         for generator in found:
             self.generators.setdefault(generator, generator.get_state())
+            self.own = True
         return bool(found)
 
     def used_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -340,7 +354,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, written: Written) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total, self.written = 0.0, written
+        self.total, self.written, self.mark = 0.0, written, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -348,31 +362,37 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         formula = flop_registry.get(func._overloadpacket)
         with torch._C.DisableTorchFunction():  # these are no functions that the model calls
-            if formula is None and func is not torch.ops.prim.device.default:
+            if formula is None and func not in _whole:
                 with self:
                     parts = func.decompose(*args, **kwargs)
                 if parts is not NotImplemented:
                     return parts
+                _whole.add(func)  # nearly all are: from now on without the way through this mode
             if func._schema.is_mutable:
                 self.written.operation(func, args, kwargs)
             result = func(*args, **kwargs)
         if formula is not None:
             self.total += float(formula(*args, **kwargs, out_val=result))
+        self.mark = hash((self.mark, func, _outline(args), _outline(tuple(kwargs.values()))))
         return result
+
+
+def _outline(value: Any) -> Any:
+    """What an operator is given, without the data."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_outline, value))
+    return value if isinstance(value, _PLAIN) else type(value)
 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    known = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
-    return tensor.untyped_storage().data_ptr() if known else 0
-
-
 def _refuse_shared_inputs(seen: Trace, given: list[torch.Tensor]) -> None:
     """An input that is changed in place is copied for each stage: nothing else may show the change."""
-    memory = [_storage(tensor) for tensor in given]
+    memory = [place(tensor) for tensor in given]
     for value in seen.inputs:
         if memory[value] and memory.count(memory[value]) > 1:
             event = next(event for event in seen.events if any(before == value for before, _ in event.changes))

@@ -19,6 +19,8 @@ from penstock.model.seeding import draws
 from penstock.model.trace import DATA, HOOKS, Event, Trace, answer, hollow
 from penstock.model.walk import Layout, Walk, users_line
 
+_DEVICE = "torch.Tensor.device.__get__"  # every stage has the same; a trace of fake weights does not see who asks
+
 
 class PathChangedError(SplitError):
     """The forward met another event than the trace says. The path is forgotten: the same step, tried again, is traced
@@ -177,7 +179,7 @@ class Replay(Walk):
     def glue(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == self.expected():
             return self.event(call, args, kwargs)
-        if name in self.plan.quiet:
+        if name in self.plan.quiet or name == _DEVICE:
             return self.look(name, call, args, kwargs)
         if name.rsplit(".", 1)[-1] not in HOOKS and self.is_constant((args, kwargs)):
             return self.constant(name, call, args, kwargs)
@@ -224,11 +226,11 @@ class Replay(Walk):
     def look_at_stand_in(
         self, name: str, values: list[int], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if name == _DEVICE:
+            return self.device
         if not all(self.plan.values[value].asked for value in values):
             raise PathChangedError(f"{name} at {users_line()} of a tensor that the trace did not look at")
         getter = name.removesuffix(".__get__").rsplit(".", 1)[-1] if name.endswith(".__get__") else ""
-        if getter == "device":
-            return self.device
         if getter.startswith("is_") and getter[3:] in ("cuda", "cpu", "meta", "mps", "xpu"):
             return getter[3:] == self.device.type
         if getter == "requires_grad":
@@ -264,6 +266,8 @@ class Replay(Walk):
             result = self.native(call, args, kwargs)
         for before, after in event.changes:
             self.changed(before, after)
+        if event.aliases and event.atom:
+            self.require_aliases(event, result)
         if type(result) is torch.Tensor and len(event.makes) == 1:  # nearly all
             self.keep(result, event.makes[0])
             return result
@@ -277,6 +281,14 @@ class Replay(Walk):
         if event.talks and not event.free:
             self.passage.plain[at] = tree.replace(result, hollow)
         return result
+
+    def require_aliases(self, event: Event, result: Any) -> None:
+        """What an atom returned as it was given, on its trace, other stages have from whoever made it."""
+        made = [t for t in tree.tensors(result) if not self.layout.is_parameter(t)]
+        for tensor, value in zip(made, event.makes, strict=False):  # how many there must be is asked elsewhere
+            known = (self.tensor.get(value), self.received.get(value))
+            if value in event.aliases and not any(tensor is one for one in known):
+                raise PathChangedError(f"{event.name} at {users_line()} made what it had returned as it was given")
 
     def arguments(
         self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]

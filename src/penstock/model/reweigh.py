@@ -92,10 +92,8 @@ class Reweigh:
     def _recipe(self, tensor: torch.Tensor, owners: dict[int, list[nn.Parameter]], origins: Origins | None) -> Recipe:
         if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
             return lambda: tensor
-        first, last = _span(tensor)
         for owner in owners.get(tensor.untyped_storage().data_ptr(), ()):
-            begin, end = _span(owner)
-            if begin <= first and last <= end:
+            if _within(tensor, owner):
                 return self._view(tensor, owner)
         made = self._cast(tensor)
         if made is not None:
@@ -116,11 +114,13 @@ class Reweigh:
             return lambda: owner.detach()
         if torch._debug_has_internal_overlap(owner) != 0:  # other versions of it are laid out in another way
             raise self._refusal("a view of a weight with gaps", [self.names[owner]])
-        offset = _span(tensor)[0] - _span(owner)[0]
+        offset = _first(tensor) - _first(owner)
+        if dtype == owner.dtype and not turned:
+            return lambda: owner.detach().as_strided(size, stride, owner.storage_offset() + offset // dtype.itemsize)
 
         def again() -> torch.Tensor:
             now = owner.detach()
-            start = (_span(now)[0] + offset) // dtype.itemsize
+            start = (_first(now) + offset) // dtype.itemsize
             made = torch.empty(0, dtype=dtype, device=now.device).set_(now.untyped_storage(), start, size, stride)
             made = made.conj() if conjugate else made
             return torch._neg_view(made) if negative else made
@@ -192,8 +192,22 @@ def _pure(operation: str) -> bool:
     return node in PURE or node == CAST
 
 
+def _within(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
+    """Whether a tensor lies in its owner's part of their storage, which is nearly always all of it."""
+    if owner.numel() * owner.element_size() == owner.untyped_storage().nbytes():
+        return True
+    first, last = _span(tensor)
+    begin, end = _span(owner)
+    return begin <= first and last <= end
+
+
+def _first(tensor: torch.Tensor) -> int:
+    """The byte of its storage at which a tensor begins."""
+    return int(tensor.storage_offset() * tensor.element_size())
+
+
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage that a tensor lies in."""
-    first = tensor.storage_offset() * tensor.element_size()
+    first = _first(tensor)
     numbers = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return int(first), int(first + numbers * tensor.element_size())

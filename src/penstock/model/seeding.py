@@ -11,6 +11,8 @@ import random
 import numpy as np
 import torch
 
+from penstock.model import numpy_state
+
 _MASK = 2**64 - 1
 
 
@@ -43,6 +45,11 @@ def draws() -> list[torch.Tensor]:
     return [torch.random.get_rng_state(), *cuda]
 
 
+def other_draws() -> tuple[object, ...]:
+    """Python's and NumPy's random states."""
+    return random.getstate(), numpy_state.save()
+
+
 class random_states_kept:
     """Puts the user's random states back after a step that seeds for itself."""
 
@@ -50,17 +57,14 @@ class random_states_kept:
         self.device = device
 
     def __enter__(self) -> None:
-        self.cpu, self.python, self.numpy = (
-            torch.default_generator.get_state(),
-            random.getstate(),
-            np.random.get_state(),
-        )
+        self.cpu, self.python = torch.default_generator.get_state(), random.getstate()
+        self.numpy = numpy_state.save()
         self.cuda = _on_device(self.device).get_state() if self.device.type == "cuda" else None
 
     def __exit__(self, *_: object) -> None:
         torch.default_generator.set_state(self.cpu)
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        numpy_state.restore(self.numpy)
         if self.cuda is not None:
             _on_device(self.device).set_state(self.cuda)
 

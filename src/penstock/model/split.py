@@ -120,6 +120,7 @@ class Split:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         cuts: list[str] | None = None,
+        seen: Trace | None = None,  # of the example, by somebody who opened the same modules
     ) -> None:
         _refuse_compiled(model)
         self.model, self.pieces = model, pieces
@@ -139,7 +140,7 @@ class Split:
             self.layout = Layout(model, open_for(model, cuts))
             self._refuse_hooks()
             self.cuts = [(name, 0) for name in map(self._called, cuts)]
-            seen = trace(self.layout, args, kwargs)
+            seen = seen or trace(self.layout, args, kwargs)
         self.paths: dict[Any, list[Path]] = {}
         seen = self._settled(seen, args, kwargs)
         self.first = self._learn(seen, self._kind(args, kwargs, self.outlook()))  # the example's path
@@ -247,7 +248,7 @@ class Split:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> tuple[dict[int, torch.Tensor], Any]:
         """One stage's part of a forward: the values later stages need, and on the last stage the model's result."""
-        if path.is_one_call(stage) and isinstance(self.model, Chain):
+        if not self.walks(path, stage):
             return self._called_alone(path, stage, received, passage, args, kwargs, around)
         replay = Replay(self.layout, path.trace, path.span(stage), received, path.outgoing[stage], passage, around)
         try:
@@ -256,6 +257,10 @@ class Split:
             self.forget(path)
             raise
         return replay.made, result
+
+    def walks(self, path: Path, stage: int) -> bool:
+        """Whether a stage runs code of the model's around its own modules, which a walk has to observe."""
+        return not (path.is_one_call(stage) and isinstance(self.model, Chain))
 
     def _called_alone(
         self,
@@ -291,6 +296,11 @@ class Split:
         used = self.first.trace.parameters().items()
         named = {name for name, events in used if any(self.first.stage_of(at) == stage for at in events)}
         return named | {name for name, owner in self.owner.items() if owner == stage}
+
+    def used(self, stage: int) -> list[nn.Parameter]:
+        """The same as parameters, each once."""
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        return list({id(named[name]): named[name] for name in sorted(self.uses(stage))}.values())
 
     def buffer_stages(self) -> dict[str, int]:
         """The stage of every buffer that lies inside some atom, by name. Others are the same on every stage."""

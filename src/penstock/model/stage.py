@@ -25,6 +25,7 @@ from penstock.model.split_backward import WeightQueue, deferring
 from penstock.model.state import Saved, State
 from penstock.model.words import Words
 
+_NOTHING = contextlib.nullcontext()
 Values = dict[int, torch.Tensor]  # by the number of the value in the path's trace
 
 
@@ -36,7 +37,7 @@ class Recompute(StrEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    """What all stages of a pipeline have in common."""
+    """How a stage runs. Device, seed and precision are the same for all stages of a pipeline."""
 
     device: torch.device
     seed: int = 0
@@ -139,9 +140,8 @@ class Stage:
         if graph.queue is not None:
             self.queues[job.number] = graph.queue
         if roots:
-            deferred = deferring(graph.queue) if graph.queue is not None else contextlib.nullcontext()
-            with deferred, self._own_parts():
-                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+            with deferring(graph.queue) if graph.queue is not None else _NOTHING, self._own_parts():
+                _run_backward(tuple(root for root, _ in roots), tuple(gradient for _, gradient in roots))
         return {value: leaf.grad for value, leaf in graph.leaves.items() if leaf.grad is not None}
 
     def weight_gradient(self, job: Job) -> None:
@@ -155,12 +155,12 @@ class Stage:
         self.queues.clear()
         self.parts.clear()
 
-    @contextlib.contextmanager
-    def _own_parts(self) -> Iterator[None]:
+    def _own_parts(self) -> contextlib.AbstractContextManager[None]:
         """While this stage's gradients are made, `.grad` of shared parameters is its own part."""
-        if not self.shared:
-            yield
-            return
+        return self._parting() if self.shared else _NOTHING
+
+    @contextlib.contextmanager
+    def _parting(self) -> Iterator[None]:
         before = {parameter: parameter.grad for parameter in self.shared}
         for parameter in self.shared:
             parameter.grad = self.parts.pop(parameter, None)
@@ -222,7 +222,7 @@ class Stage:
         if self.reweigh is not None:
             return self.reweigh.saving(job.path)
         if not self.settings.offload:
-            return contextlib.nullcontext()
+            return _NOTHING
         return saving(self.settings.offload, self.parameters)
 
     def _parked(self, received: Values) -> Values:
@@ -237,6 +237,17 @@ class Stage:
             modules = self.split.modules(job.path, self.index)
             known = job.path.states[self.index] = self.buffers.within(modules, job.path.trace.generators)
         return known
+
+
+def _run_backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+    """`torch.autograd.backward` without its questions, which take as long as a small stage: that gradients are of their
+    roots' shapes was seen when both were made. Where anything is unusual, torch's own asks them."""
+    if all(type(g) is torch.Tensor and g.shape == r.shape and g.dtype is r.dtype for r, g in zip(roots, gradients)):  # noqa: B905
+        torch.autograd.Variable._execution_engine.run_backward(
+            roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        torch.autograd.backward(roots, gradients)
 
 
 def _detached(result: Any) -> Any:

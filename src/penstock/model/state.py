@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.errors import SplitError
+from penstock.model.fakes import is_fake
 from penstock.model.holders import OWN, PLAIN, Kind, is_record, kind_of, same
 
 LARGE = 2**26  # bytes; of larger tensors no copy is kept, unless they are seen to change
@@ -57,7 +58,7 @@ class Copies:
         version, found = _version(tensor), self.known.get(id(tensor))
         if found is not None and found.tensor is tensor and found.version == version and not _moves_unseen(tensor):
             return found
-        without = tensor.is_meta or tensor.grad_fn is not None or self.is_still(tensor)
+        without = tensor.is_meta or is_fake(tensor) or tensor.grad_fn is not None or self.is_still(tensor)
         fresh = self.known[id(tensor)] = _Copy(tensor, version, None if without else tensor.detach().clone())
         return fresh
 

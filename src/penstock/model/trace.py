@@ -27,9 +27,10 @@ class Event:
     buffers: tuple[str, ...]  # the same; only those that the forward changes
     free: bool
     flops: float = 0.0
+    mark: int = 0  # the same for two that ran the same operators in the same order, on the same shapes and numbers
     loose: bool = False  # reads a tensor that is no event's result: a constant, or one kept on the side
     talks: bool = False  # its result holds more than tensors and None
-    aliases: bool = False  # it returns something that it was given, or changes it
+    aliases: tuple[int, ...] = ()  # values that it was given and returned as they were
     region: int | None = None  # the user's checkpoint it is called in
 
 

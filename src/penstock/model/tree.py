@@ -24,11 +24,13 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _gather(value: Any, found: list[torch.Tensor]) -> None:
+    if type(value) in _PLAIN:
+        return
     if isinstance(value, torch.Tensor):
         found.append(value)
-    else:
-        for part in parts(value):
-            _gather(part, found)
+        return
+    for part in parts(value):
+        _gather(part, found)
 
 
 def leaves(value: Any) -> list[Any]:

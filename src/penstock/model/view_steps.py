@@ -17,17 +17,23 @@ CAST = "ToCopyBackward0"
 
 def steps_to(tensor: torch.Tensor) -> tuple[nn.Parameter, list[Step]] | None:
     """From a parameter to a tensor by views and casts; None where anything else, or nothing, leads to it."""
+    found = _source(tensor.grad_fn)
+    if found is None:
+        return None
     node: Any = tensor.grad_fn
     output, steps = tensor.output_nr, list[Step]()
-    while node is not None:
-        found = parameter_of(node)
-        if found is not None:
-            return found, steps[::-1]
-        read = _READ.get(node.name())
-        if read is None:
-            return None
-        steps.append(read(node, output))
+    while node is not None and parameter_of(node) is None:
+        steps.append(_READ[node.name()](node, output))
         node, output = node.next_functions[0]
+    return found, steps[::-1]
+
+
+def _source(node: Any) -> nn.Parameter | None:
+    """The parameter behind views and casts. Of most tensors there is none, so this looks at no more than it must."""
+    while node is not None:
+        if node.name() not in _READ:
+            return parameter_of(node)
+        node = node.next_functions[0][0]
     return None
 
 

@@ -176,9 +176,9 @@ def _name(func: Callable[..., Any]) -> str:
     return name
 
 
-def users_line() -> str:
-    """File and line of the innermost frame that is the user's, not a library's."""
-    frame: FrameType | None = sys._getframe(1)
+def users_line(frame: FrameType | None = None) -> str:
+    """File and line of the innermost frame that is the user's, not a library's; from this one, or the caller's on."""
+    frame = frame or sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.split(".")[0] not in _LIBRARIES:

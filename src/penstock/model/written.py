@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.errors import SplitError
+from penstock.model.fakes import is_fake
 from penstock.model.walk import Layout, users_line
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -24,7 +25,7 @@ class Written:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.places = {_place(p): p for p in layout.model.parameters() if _place(p)}
+        self.places = {place(p): p for p in layout.model.parameters() if place(p) and not is_fake(p)}
         self.before: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor]] = {}  # its memory, and a copy of its values
         self.lines: dict[nn.Parameter, str] = {}
         self.gentle: set[nn.Parameter] = set()
@@ -47,7 +48,7 @@ class Written:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[at] if at < len(args) else kwargs.get(argument.name)
                 for tensor in given if isinstance(given, (list, tuple)) else (given,):
-                    if isinstance(tensor, torch.Tensor) and (weight := self.places.get(_place(tensor))) is not None:
+                    if isinstance(tensor, torch.Tensor) and (weight := self.places.get(place(tensor))) is not None:
                         self.note(weight, func in _GENTLE)
 
     def note(self, weight: nn.Parameter, gentle: bool = False) -> None:
@@ -99,6 +100,9 @@ def put_back(weights: Iterable[tuple[nn.Parameter, torch.Tensor, torch.Tensor]])
             weight.data = memory
 
 
-def _place(tensor: torch.Tensor) -> int:
-    known = tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
-    return tensor.untyped_storage().data_ptr() if known else 0
+def place(tensor: torch.Tensor) -> int:
+    """Where in memory a tensor lies; 0 where it has no place."""
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return 0
+    storage = tensor.untyped_storage()
+    return storage._cdata if is_fake(tensor) else storage.data_ptr()  # a fake's memory is nowhere, yet shared by views

@@ -30,7 +30,7 @@ class Chain:
         layers = profile.layers
         return cls(
             forward=_sums([layer.forward / speed for layer in layers]),
-            backward=_sums([(layer.input_grad + layer.weight_grad) / speed for layer in layers]),
+            backward=_sums([layer.backward / speed for layer in layers]),
             parameters=_sums([layer.parameter_bytes for layer in layers]),
             standing=_sums([2 * x.parameter_bytes + x.buffer_bytes + x.optimizer_bytes for x in layers]),
             kept=_sums([layer.kept_bytes for layer in layers]),
@@ -47,30 +47,21 @@ def _sums(values: Sequence[float]) -> FloatArray:
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-def _last_use(profile: Profile) -> list[int]:
-    """The last layer that uses each layer's output, at least the layer itself."""
-    last = list(range(len(profile.layers)))
-    for a, b in profile.edges:
-        last[a] = max(last[a], b)
-    return last
-
-
 def _crossing(profile: Profile) -> FloatArray:
     """Each output crosses every cut between its layer and the last one that uses it, once."""
-    last = _last_use(profile)
     steps = np.zeros(len(profile.layers) + 2)
-    for at, layer in enumerate(profile.layers):
-        steps[at + 1] += layer.output_bytes
-        steps[last[at] + 1] -= layer.output_bytes
+    for one in profile.outputs:
+        steps[one.source + 1] += one.bytes
+        steps[max(one.readers) + 1] -= one.bytes
     return np.cumsum(steps)[:-1]
 
 
 def _sent(profile: Profile) -> FloatArray:
-    last = np.array(_last_use(profile))
-    size = np.array([layer.output_bytes for layer in profile.layers])
-    count = len(size)
-    crosses = (np.arange(count)[:, None] < np.arange(count + 1)) & (last[:, None] >= np.arange(count + 1))
-    from_here = np.cumsum((crosses * size[:, None])[::-1], axis=0)[::-1]  # [i, j]: outputs of i and later that cross j
+    count = len(profile.layers)
+    crosses = np.zeros((count, count + 1))
+    for one in profile.outputs:
+        crosses[one.source, one.source + 1 : max(one.readers) + 1] += one.bytes
+    from_here = np.cumsum(crosses[::-1], axis=0)[::-1]  # [i, j]: outputs of i and later that cross j
     return np.vstack([from_here, np.zeros(count + 1)])
 
 

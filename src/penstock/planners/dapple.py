@@ -9,15 +9,18 @@ parts that could be minimised alone; `keep=None` drops only what a bound rules o
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from math import inf
 
 from penstock.core.cluster import Cluster
 from penstock.core.given import whole
 from penstock.core.profile import Profile
-from penstock.errors import InputError
 from penstock.planners.chain import Chain, straight_plan
-from penstock.planners.dapple_search import Placed, Search
+from penstock.planners.dapple_rows import Placed
+from penstock.planners.dapple_search import Search
 from penstock.planners.outcome import Outcome
+from penstock.planners.short import Rule, least_need, shortage
 
 
 def dapple(
@@ -31,12 +34,8 @@ def dapple(
     search = Search(chain, cluster, microbatches, keep)
     search.run()
     if search.plan is None:
-        most = max(device.memory for device in cluster.devices) / 1e9
-        raise InputError(
-            f"stages that fit the {most:.4g} GB of a device, on {len(cluster.devices)} devices",
-            f"a model of {(chain.standing[-1] + chain.kept[-1]) / 1e9:.4g} GB with one micro-batch in flight",
-            "use more devices, devices with more memory, smaller micro-batches or recompute",
-        )
+        one = Rule(slope=0, base=1)  # early backward holds one micro-batch at least
+        raise shortage(profile, cluster, partial(least_need, one), partial(least_need, replace(one, recompute=True)))
     bounds = [0, *(end for end, _ in search.plan)]
     options: list[tuple[str, object]] = [("policy", policy)]
     cap = _live(chain, cluster, search.plan)

@@ -1,46 +1,41 @@
-"""DAPPLE's search, state by state, on arrays: all prefixes of a state grow by one stage at once."""
+"""DAPPLE's search, state by state, on arrays: all prefixes of a state grow by one stage at once.
+
+States come in the order of the devices they use. On few machines that is all; on four of eight there are thousands of
+states, most of which lead nowhere. So a prefix is dropped when no plan that begins so can beat the best one met, and of
+what is left with equally many devices used, the best WIDTH grow, over all states (FEWEST where there are many). Best is
+one half by L with the rest as one stage, the other by the least L that any rest could give: where all-reduces are slow,
+the rest as one stage says little.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.between import all_reduce, hand_over
 from penstock.core.cluster import Cluster
 from penstock.core.links import FloatArray
 from penstock.core.schedule import BoolArray, LongArray
 from penstock.planners.chain import Chain
+from penstock.planners.dapple_rows import Devices, Placed, Rows
+from penstock.planners.dapple_teams import Known, Teams, deep
 from penstock.planners.placement import Used, machines, placements, rest
 from penstock.planners.prefix import Prefix
 
-Devices = tuple[int, ...]
-Placed = list[tuple[int, Devices]]  # where each stage ends, and its devices
+WIDTH, FEWEST = 1024, 256
+AT_ONCE = 1 << 17  # entries of an array: small enough for the processor's own memory
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Prefixes that use the same devices: where each ends, its last stage's devices, and the one it grew from."""
+class Move(NamedTuple):
+    """One way to place the next stage."""
 
-    used: Used
-    ends: LongArray
-    sent: FloatArray  # bytes that its last stage sends on
-    devices: list[Devices]
-    parent: list[tuple[Rows, int] | None]
-    sums: Prefix
-    scores: FloatArray  # L with the rest as one stage
-    bounds: FloatArray  # no plan that begins so has a smaller L
-
-    def placed(self, row: int) -> Placed:
-        found: Placed = []
-        rows, at = self, row
-        while rows.parent[at] is not None:
-            found.append((int(rows.ends[at]), rows.devices[at]))
-            rows, at = rows.parent[at]  # type: ignore[misc]
-        return found[::-1]
+    after: Used
+    devices: Devices
+    left: Devices
 
 
 @dataclass(eq=False)
@@ -55,110 +50,123 @@ class Search:
     plan: Placed | None = None
 
     def __post_init__(self) -> None:
-        self._hops: dict[tuple[Devices, Devices], tuple[float, float]] = {}
-
-    @cached_property
-    def size(self) -> int:
-        return machines(self.cluster)[1]
+        self.known = Known(self.cluster)
 
     def run(self) -> None:
         layers, total = self.chain.layers, len(self.cluster.devices)
         start: Used = (0,) * machines(self.cluster)[0]
-        root = Rows(
-            start, np.zeros(1, dtype=np.int64), np.zeros(1), [()], [None], Prefix.empty(), np.zeros(1), np.zeros(1)
-        )
-        everything = rest(start, self.size)
-        one = self.stage(root.sums, np.zeros(1, dtype=np.int64), np.array([layers]), everything)
-        self.offer(one[0].latency, one[1], lambda _: [(layers, everything)])
+        nothing, none = np.zeros(1), np.zeros(1, dtype=np.int64)
+        root = Rows(start, none, nothing, [()], [None], Prefix.empty(), nothing, nothing)
+        everything = rest(start, self.known.size)
+        one, fits = self.stage(root.sums, none, np.array([layers]), self.known.teams([everything]))
+        self.offer(one.latency, fits, lambda _: [(layers, everything)])
         waiting: dict[Used, list[Rows]] = {start: [root]} if layers > 1 else {}
-        while waiting:
-            used = min(waiting, key=lambda u: (sum(u), u))
-            rows = self.narrowed(waiting.pop(used))
-            for count in range(1, total - sum(used)) if len(rows.ends) else ():
-                for after, devices in placements(used, self.size, count):
-                    grown = self.extended(rows, after, devices)
-                    if grown is not None:
-                        waiting.setdefault(after, []).append(grown)
+        for done in range(total if waiting else 0):
+            here = sorted(used for used in waiting if sum(used) == done)
+            for rows in self.widest([self.narrowed(Rows.joined(waiting.pop(used))) for used in here]):
+                for grown in self.grown(rows):
+                    waiting.setdefault(grown.used, []).append(grown)
 
-    def extended(self, rows: Rows, after: Used, devices: Devices) -> Rows | None:
-        """Every prefix with one stage more on `devices`, for every end; all of them complete plans with the rest."""
-        layers, left = self.chain.layers, rest(after, self.size)
-        ends = np.arange(1, layers)
-        hops = np.array([self.hop(mine, devices) if mine else (0.0, 0.0) for mine in rows.devices])
-        sums = self.crossed(rows.sums, hops[:, 0] * rows.sent + hops[:, 1] * (rows.ends > 0), rows.ends)
-        sums, fits = self.stage(sums.column(), rows.ends[:, None], ends[None, :], devices)
-        seconds, wait = self.hop(devices, left)
+    def grown(self, rows: Rows) -> Iterator[Rows]:
+        """The prefixes of a state with one stage more, for every count of devices, every placement and every end."""
+        left = len(self.cluster.devices) - sum(rows.used)
+        moves = [
+            Move(after, devices, rest(after, self.known.size))
+            for count in range(1, left)
+            for after, devices in placements(rows.used, self.known.size, count)
+        ]
+        some = max(1, AT_ONCE // (len(rows.ends) * self.chain.layers))
+        for first in range(0, len(moves), some):
+            yield from self.extended(rows, moves[first : first + some])
+
+    def extended(self, rows: Rows, moves: list[Move]) -> Iterator[Rows]:
+        """By some moves: arrays are by (move, prefix, end). With the rest as one stage, each is a complete plan."""
+        layers, ends = self.chain.layers, np.arange(1, self.chain.layers)
+        hops = self.hops_into(rows, moves)
+        sums = self.crossed(rows.sums, hops[0] * rows.sent + hops[1] * (rows.ends > 0), rows.ends)
+        mine = self.known.teams([move.devices for move in moves])
+        sums, fits = self.stage(sums.column(), rows.ends[:, None], ends, mine)
         sent = self.chain.sent[rows.ends][:, ends]
+        seconds, wait = deep([self.known.hop(move.devices, move.left) for move in moves])
         hop = seconds * sent + wait
         full = sums.grown(hop, hop, hop * 0.0, self.microbatches)
-        full, rest_fits = self.stage(full, ends[None, :], np.array([[layers]]), left)
-        good = fits & (ends[None, :] > rows.ends[:, None])
+        others = self.known.teams([move.left for move in moves])
+        full, rest_fits = self.stage(full, ends, np.array(layers), others)
+        good = fits & (ends > rows.ends[:, None])
         scores = np.where(good, full.latency, inf)
-        self.offer(
-            scores.ravel(), (good & rest_fits).ravel(),
-            lambda at: [*rows.placed(at // len(ends)), (int(ends[at % len(ends)]), devices), (layers, left)],
-        )  # fmt: skip
-        return self.chosen(rows, after, devices, sent, sums, scores, self.bound(sums, ends, len(left)))
 
-    def bound(self, sums: Prefix, ends: LongArray, devices: int) -> FloatArray:
-        """What is left takes its time on the devices left, however it is cut: some stage works at least the mean."""
+        def plan(at: int) -> Placed:
+            move, row, end = (int(place) for place in np.unravel_index(at, scores.shape))
+            return [*rows.placed(row), (int(ends[end]), moves[move].devices), (layers, moves[move].left)]
+
+        self.offer(scores, good & rest_fits, plan)
+        yield from self.chosen(rows, moves, sent, sums, scores, self.bound(sums, ends, others.size))
+
+    def bound(self, sums: Prefix, ends: LongArray, devices: FloatArray) -> FloatArray:
+        """What is left takes its time on the devices left, however it is cut: some stage works at least the mean.
+
+        What the all-reduces of the stages placed leave exposed only grows: the pivot can only move on.
+        """
         fastest = max(device.speed for device in self.cluster.devices)
         work = self.chain.forward + self.chain.backward
         left = (work[-1] - work[ends]) / (devices * fastest)
-        found: FloatArray = np.maximum(sums.peak, sums.work + self.microbatches * left)
+        found: FloatArray = np.maximum(sums.peak, sums.work + self.microbatches * left) + np.maximum(sums.end, 0.0)
         return found
 
     def chosen(
-        self,
-        rows: Rows,
-        after: Used,
-        devices: Devices,
-        sent: FloatArray,
-        sums: Prefix,
-        scores: FloatArray,
-        bounds: FloatArray,
-    ) -> Rows | None:
-        """The new prefixes that are worth growing."""
-        row, column = np.nonzero(scores < inf)
-        at = self.kept(column, scores[row, column], bounds[row, column])
-        row, column = row[at], column[at]
-        if not len(row):
-            return None
-        parents: list[tuple[Rows, int] | None] = [(rows, int(parent)) for parent in row]
-        figures = (sums.pick(row, column), scores[row, column], bounds[row, column])
-        return Rows(after, column + 1, sent[row, column], [devices] * len(row), parents, *figures)
+        self, rows: Rows, moves: list[Move], sent: FloatArray, sums: Prefix, scores: FloatArray, bounds: FloatArray
+    ) -> Iterator[Rows]:
+        """The new prefixes that are worth growing, by move."""
+        index = np.nonzero(scores < inf)
+        at = self.kept(index[0] * self.chain.layers + index[2], scores[index], bounds[index])
+        move, row, end = index = tuple(part[at] for part in index)
+        found = (sums.pick(*index), scores[index], bounds[index])
+        whose = np.searchsorted(move, np.arange(len(moves) + 1))
+        for number, (first, last) in enumerate(pairwise(whose.tolist())):
+            if first < last:
+                mine = np.arange(first, last)
+                parents: list[tuple[Rows, int] | None] = [(rows, parent) for parent in row[mine].tolist()]
+                figures = (found[0].pick(mine), found[1][mine], found[2][mine])
+                devices = [moves[number].devices] * len(mine)
+                yield Rows(moves[number].after, end[mine] + 1, sent[row[mine], end[mine]], devices, parents, *figures)
 
-    def narrowed(self, several: list[Rows]) -> Rows:
-        """The prefixes of one state together, again those worth growing."""
-        ends, sent, scores, bounds = (
-            np.concatenate([getattr(rows, name) for rows in several]) for name in ("ends", "sent", "scores", "bounds")
+    def narrowed(self, rows: Rows) -> Rows:
+        """The prefixes of one state that are worth growing."""
+        return rows.pick(self.kept(rows.ends, rows.scores, rows.bounds))
+
+    def widest(self, states: list[Rows]) -> list[Rows]:
+        """Of states with equally many devices used, the best prefixes; all, where one a state or all are kept."""
+        states = [rows for rows in states if len(rows.ends)]
+        width = max(WIDTH // max(len(states), 1), FEWEST)
+        if self.keep in (1, None) or sum(len(rows.ends) for rows in states) <= width:
+            return states
+        score, bound = (
+            np.partition(np.concatenate([getattr(rows, name) for rows in states]), width // 2)[width // 2]
+            for name in ("scores", "bounds")
         )
-        at = self.kept(ends, scores, bounds)
-        whose = [(mine, parent) for rows in several for mine, parent in zip(rows.devices, rows.parent, strict=True)]
-        devices, parents = [whose[i][0] for i in at], [whose[i][1] for i in at]
-        sums = Prefix.joined([rows.sums for rows in several]).pick(at)
-        return Rows(several[0].used, ends[at], sent[at], devices, parents, sums, scores[at], bounds[at])
+        best = [np.flatnonzero((rows.scores <= score) | (rows.bounds <= bound)) for rows in states]
+        return [rows.pick(at) for rows, at in zip(states, best, strict=True) if len(at)]
 
-    def kept(self, ends: LongArray, scores: FloatArray, bounds: FloatArray) -> LongArray:
-        """Which of many to grow: those with the least L for each end.
-
-        Where more than the published one is kept, what cannot beat the best plan so far gives its place to others.
-        """
+    def kept(self, groups: LongArray, scores: FloatArray, bounds: FloatArray) -> LongArray:
+        """Which of many to grow, by group: the published one, with the least L, or the best of those that may win."""
         if self.keep == 1:
-            return _least(ends, scores, 1)
+            return _least(groups, scores, 1)
         alive = np.flatnonzero(bounds < self.best)
-        return alive if self.keep is None else alive[_least(ends[alive], scores[alive], self.keep)]
+        if self.keep is None:
+            return alive
+        half = self.keep // 2
+        parts = (_least(groups[alive], scores[alive], self.keep - half), _least(groups[alive], bounds[alive], half))
+        either = alive[np.union1d(*parts)]
+        return either[np.argsort(groups[either], kind="stable")]
 
-    def stage(self, sums: Prefix, first: LongArray, last: LongArray, devices: Devices) -> tuple[Prefix, BoolArray]:
+    def stage(self, sums: Prefix, first: LongArray, last: LongArray, teams: Teams) -> tuple[Prefix, BoolArray]:
         """Prefixes with the layers from `first` up to `last` as a stage, and whether it fits its devices."""
-        chain, kinds = self.chain, [self.cluster.devices[d] for d in devices]
-        pace = len(devices) * min(kind.speed for kind in kinds)  # replicas split each micro-batch
-        each, wait = all_reduce(self.cluster, devices)
-        forward = (chain.forward[last] - chain.forward[first]) / pace
-        backward = (chain.backward[last] - chain.backward[first]) / pace
-        reduce = each * (chain.parameters[last] - chain.parameters[first]) + wait
-        held = chain.standing[last] - chain.standing[first] + (chain.kept[last] - chain.kept[first]) / len(devices)
-        fits: BoolArray = held <= min(kind.memory for kind in kinds) * (1 + 1e-9)
+        chain = self.chain
+        forward = (chain.forward[last] - chain.forward[first]) / teams.pace
+        backward = (chain.backward[last] - chain.backward[first]) / teams.pace
+        reduce = teams.each * (chain.parameters[last] - chain.parameters[first]) + teams.wait
+        held = chain.standing[last] - chain.standing[first] + (chain.kept[last] - chain.kept[first]) / teams.size
+        fits: BoolArray = held <= teams.room * (1 + 1e-9)
         return sums.grown(forward, backward, reduce, self.microbatches), fits
 
     def crossed(self, sums: Prefix, seconds: FloatArray, ends: LongArray) -> Prefix:
@@ -167,11 +175,12 @@ class Search:
         parts = zip(grown.parts, sums.parts, strict=True)
         return Prefix(*(np.where(ends > 0, new, old) for new, old in parts))
 
-    def hop(self, senders: Devices, receivers: Devices) -> tuple[float, float]:
-        key = (senders, receivers)
-        if key not in self._hops:
-            self._hops[key] = hand_over(self.cluster, senders, receivers)
-        return self._hops[key]
+    def hops_into(self, rows: Rows, moves: list[Move]) -> FloatArray:
+        """Seconds a byte and latency of the hops by (move, prefix); many prefixes end on the same devices."""
+        ends = {devices: at for at, devices in enumerate(dict.fromkeys(rows.devices))}
+        which = [ends[devices] for devices in rows.devices]
+        found = [[self.known.hop(mine, move.devices) if mine else (0.0, 0.0) for mine in ends] for move in moves]
+        return np.array(found).transpose(2, 0, 1)[:, :, which]
 
     def offer(self, scores: FloatArray, fits: BoolArray, plan: Callable[[int], Placed]) -> None:
         """Remember the best complete plan."""

@@ -6,13 +6,13 @@ ideals are the runs from the front. A stage is the difference of two ideals, one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from penstock.core.links import FloatArray
-from penstock.core.profile import Profile
+from penstock.core.profile import Profile, Sent
 from penstock.core.schedule import BoolArray
 from penstock.errors import InputError
 
@@ -34,7 +34,11 @@ class Ideals:
 
     @classmethod
     def of(cls, profile: Profile, chain: bool = False) -> Ideals:
-        masks = prefixes(profile) if chain else _grow(profile, _core(profile))
+        return cls.over(profile, prefixes(profile) if chain else _grow(profile, _core(profile)))
+
+    @classmethod
+    def over(cls, profile: Profile, masks: list[int]) -> Ideals:
+        """The sums over given states."""
         member = _members(masks, len(profile.layers))
         layers = profile.layers
 
@@ -89,8 +93,9 @@ def _data(profile: Profile) -> set[int]:
     for a, b in profile.edges:
         feeders.setdefault(b, set()).add(a)
     data: set[int] = set()
-    for at, layer in enumerate(profile.layers):
-        if _free(profile, at) and layer.output_bytes == 0 and feeders.get(at, set()) <= data:
+    sending = {one.source for one in profile.outputs if one.bytes}
+    for at in range(len(profile.layers)):
+        if _free(profile, at) and at not in sending and feeders.get(at, set()) <= data:
             data.add(at)
     return data
 
@@ -105,21 +110,26 @@ def _core(profile: Profile) -> set[int]:
 
 def _grow(profile: Profile, core: set[int]) -> list[int]:
     """Every ideal of the core's graph, found by adding one layer at a time; smaller ones first."""
-    needs = dict.fromkeys(core, 0)
+    needs, after = dict.fromkeys(core, 0), {x: set[int]() for x in core}
     for a, b in profile.edges:
         if a in core and b in core:
             needs[b] |= 1 << a
-    found, layer_sets = [0], {0}
-    for _ in core:
-        grown = set()
-        for mask in layer_sets:
-            grown |= {mask | 1 << x for x, need in needs.items() if need & ~mask == 0 and not mask >> x & 1}
+            after[a].add(b)
+    found: list[int] = [0]
+    level = {0: {x for x in core if not needs[x]}}  # sets of one size, and the layers that each can grow by
+    for size in range(1, len(core) + 1):
+        grown: dict[int, set[int]] = {}
+        for mask, ready in level.items():
+            for x in ready:
+                more = mask | 1 << x
+                if more not in grown:
+                    grown[more] = ready - {x} | {y for y in after[x] if needs[y] & ~more == 0}
         found += sorted(grown)
-        layer_sets = grown
+        level = grown
         if len(found) > MOST_STATES:
             raise InputError(
                 f"a graph with at most {MOST_STATES} states (sets of layers that a cut can follow)",
-                f"more, within its first {grown.pop().bit_count()} layers",
+                f"more, within its first {size} layers",
                 "join the layers of parallel branches, or pass graph='chain' to cut along the profile's order only",
             )
     return found
@@ -139,11 +149,11 @@ def _members(masks: list[int], layers: int) -> FloatArray:
 
 
 def _leaving(profile: Profile, member: FloatArray) -> FloatArray:
-    """Bytes of the outputs that some layer outside the state uses."""
-    leaves = np.zeros(member.shape, dtype=bool)
-    for a, b in profile.edges:
-        leaves[:, a] |= (member[:, a] > 0) & (member[:, b] == 0)
-    found: FloatArray = leaves @ np.array([layer.output_bytes for layer in profile.layers])
+    """Bytes of the outputs that some layer outside the state uses; one that is in no state stays where it is fed."""
+    found, counted = np.zeros(len(member)), member[-1] > 0
+    for one in profile.outputs:
+        readers = [reader for reader in one.readers if counted[reader]]
+        found += one.bytes * ((member[:, one.source] > 0) & (member[:, readers] == 0).any(axis=1))
     return found
 
 
@@ -160,4 +170,5 @@ def _reordered(profile: Profile, order: list[int]) -> Profile:
         return profile
     place = {layer: at for at, layer in enumerate(order)}
     edges = tuple(sorted((place[a], place[b]) for a, b in profile.edges))
-    return Profile(tuple(profile.layers[layer] for layer in order), edges, profile.samples, profile.device)
+    sent = tuple(Sent(place[one.source], tuple(place[b] for b in one.readers), one.bytes) for one in profile.sent)
+    return replace(profile, layers=tuple(profile.layers[layer] for layer in order), edges=edges, sent=sent)

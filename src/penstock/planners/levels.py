@@ -28,8 +28,8 @@ CONSTANTS: dict[str, tuple[Callable[[int], float], bool]] = {
 }
 
 
-def require_constant(name: str) -> None:
-    if name not in CONSTANTS:
+def require_constant(name: object) -> None:
+    if not isinstance(name, str) or name not in CONSTANTS:
         raise InputError(f"constant to be one of {', '.join(CONSTANTS)}", repr(name), "choose one of them")
 
 

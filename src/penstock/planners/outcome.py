@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.core.cluster import Cluster
+from penstock.core.given import whole
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.errors import InputError
@@ -28,8 +29,9 @@ def require_stages(profile: Profile, cluster: Cluster, stages: int | None) -> in
     """How many stages: one a device unless said otherwise, never more than there are layers or devices."""
     layers, devices = len(profile.layers), len(cluster.devices)
     count = min(layers, devices) if stages is None else stages
-    if count < 1:
+    if isinstance(count, int) and count < 1:
         raise InputError("at least 1 stage", count, "ask for more")
+    whole("stages", count)
     if count > layers:
         raise InputError(f"at most {layers} stages, one for each layer", count, "ask for fewer stages")
     if count > devices:

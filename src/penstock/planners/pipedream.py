@@ -8,12 +8,14 @@ Mini-batches in flight on a stage, and with them its memory, follow from the wor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, prod
 
 import numpy as np
 
 from penstock.core.cluster import Cluster, Level
+from penstock.core.given import truth
 from penstock.core.profile import Profile
 from penstock.core.schedule import LongArray
 from penstock.errors import InputError
@@ -21,6 +23,7 @@ from penstock.planners.chain import straight_plan
 from penstock.planners.ideals import Ideals
 from penstock.planners.levels import UNBOUNDED, Rung, Table, require_constant
 from penstock.planners.outcome import Outcome, least_memory, slowest
+from penstock.planners.short import Rule, least_need, shortage
 
 GRAPHS = ("branching", "chain")
 
@@ -46,18 +49,14 @@ def pipedream(
     if graph not in GRAPHS:
         raise InputError(f"graph to be {' or '.join(GRAPHS)}", repr(graph), "choose one of them")
     ideals = Ideals.of(profile, chain=graph == "chain")
-    limit = least_memory(cluster) if memory else inf
+    limit = least_memory(cluster) if truth("memory", memory) else inf
     top = _rungs(ideals, cluster, limit, constant)
     end = len(ideals) - 1
     table = top.table(0, 1)
     best = float(table[0][end, -1])
     if best == inf:
-        least = float(np.min((ideals.standing + ideals.version)[end])) / 1e9
-        raise InputError(
-            f"stages that fit the {limit / 1e9:.4g} GB of a device, on {len(cluster.devices)} devices",
-            f"a model of {least:.4g} GB with one mini-batch in flight, which no split makes fit",
-            "use more devices, devices with more memory, a smaller batch or recompute",
-        )
+        rule = Rule(versions=0, replicas=False)  # replicas take whole mini-batches in turns
+        raise shortage(profile, cluster, partial(least_need, rule), partial(least_need, replace(rule, recompute=True)))
     stages = _unfold(top, table, end, 1)
     ordered, bounds = ideals.arrange([0, *(stage.after for stage in stages)])
     plan = straight_plan(bounds, [stage.devices for stage in stages], "pipedream", 1)

@@ -56,7 +56,7 @@ class Prefix:
 
     def column(self) -> Prefix:
         """One prefix a row, to be joined with one of the next stage's ends a column."""
-        return Prefix(*(values[:, None] for values in self.parts))
+        return Prefix(*(values[..., None] for values in self.parts))
 
     def pick(self, *index: LongArray) -> Prefix:
         return Prefix(*(values[index] for values in self.parts))

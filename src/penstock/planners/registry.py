@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -15,6 +15,7 @@ from penstock.planners.dapple import dapple
 from penstock.planners.gpipe import gpipe
 from penstock.planners.outcome import Outcome
 from penstock.planners.pipedream import pipedream
+from penstock.planners.search.find import Evaluate, search
 from penstock.planners.two_bw import two_bw
 
 
@@ -26,12 +27,20 @@ class Planner:
     find: Callable[..., Outcome]
     summary: str
     batched: bool = True
+    scored: bool = False  # by a simulator, which the caller hands in as `evaluate` and `confirm`
     options: tuple[str, ...] = ()
 
 
 PLANNERS = {
     planner.name: planner
     for planner in (
+        Planner(
+            "search",
+            search,
+            "every choice together, scored by the simulator of the schedule that will run",
+            scored=True,
+            options=("schedules", "seconds", "seed", "recompute", "whole_rows", "fixed"),
+        ),
         Planner("balance", balance, "the smallest largest stage, one device each", options=("stages", "schedule")),
         Planner("gpipe", gpipe, "the least variance of the stages", options=("stages", "schedule")),
         Planner(
@@ -47,8 +56,18 @@ PLANNERS = {
 }
 
 
-def find_plan(profile: Profile, cluster: Cluster, method: str, microbatches: int, **options: Any) -> Outcome:
-    """The plan of a named method, for a batch of so many micro-batches of the profile's size."""
+def find_plan(
+    profile: Profile,
+    cluster: Cluster,
+    method: str,
+    microbatches: int,
+    judges: Mapping[str, Evaluate] | None = None,
+    **options: Any,
+) -> Outcome:
+    """The plan of a named method, for a batch of so many micro-batches of the profile's size.
+
+    `judges` are `evaluate` and `confirm`, for a method that is scored.
+    """
     if method not in PLANNERS:
         near = get_close_matches(str(method), PLANNERS, n=1)
         advice = f"try {near[0]}; all are" if near else "choose one of"
@@ -58,5 +77,7 @@ def find_plan(profile: Profile, cluster: Cluster, method: str, microbatches: int
     if unknown:
         known = ", ".join(planner.options) or "none"
         raise InputError(f"options that {method} has ({known})", ", ".join(unknown), "leave the others out")
-    given = {"microbatches": microbatches} if planner.batched else {}
+    given: dict[str, Any] = {"microbatches": microbatches} if planner.batched else {}
+    if planner.scored:
+        given |= judges or {}
     return planner.find(profile, cluster, **given, **options)

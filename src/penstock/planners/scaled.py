@@ -7,7 +7,9 @@ from dataclasses import replace
 from penstock.core.profile import Layer, Profile
 from penstock.errors import InputError
 
-BY_ROWS = ("forward", "input_grad", "weight_grad", "output_bytes", "kept_bytes", "kept_until_weight_bytes")
+BY_ROWS = (
+    "forward", "input_grad", "weight_grad", "full_backward", "output_bytes", "kept_bytes", "kept_until_weight_bytes"
+)  # fmt: skip
 
 
 def scaled(profile: Profile, samples: int) -> Profile:
@@ -21,4 +23,5 @@ def scaled(profile: Profile, samples: int) -> Profile:
     def grown(layer: Layer) -> Layer:
         return replace(layer, **{name: getattr(layer, name) * factor for name in BY_ROWS})
 
-    return replace(profile, layers=tuple(map(grown, profile.layers)), samples=samples)
+    sent = tuple(replace(one, bytes=one.bytes * factor) for one in profile.sent)
+    return replace(profile, layers=tuple(map(grown, profile.layers)), samples=samples, sent=sent)

@@ -23,11 +23,11 @@ from penstock.core.between import all_reduce, hand_over
 from penstock.core.cluster import Cluster
 from penstock.core.given import whole
 from penstock.core.profile import Profile
-from penstock.errors import InputError
 from penstock.planners.balance import even_cells
 from penstock.planners.chain import Chain, straight_plan
 from penstock.planners.outcome import Outcome, least_memory, slowest
 from penstock.planners.scaled import scaled
+from penstock.planners.short import Need, shortage
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,20 @@ def two_bw(profile: Profile, cluster: Cluster, *, microbatches: int) -> Outcome:
         if rate > pace * (1 + 1e-12):
             best, pace = choice, rate
     if best is None:
-        raise InputError(
-            f"stages that fit the {room / 1e9:.4g} GB of a device, on {len(cluster.devices)} devices",
-            f"a model of {(chain.standing[-1] + chain.parameters[-1] + chain.kept[-1]) / 1e9:.4g} GB with two versions",
-            "use more devices, devices with more memory or smaller micro-batches",
-        )
+        batch = microbatches * profile.samples
+        raise shortage(profile, cluster, partial(_need, batch))
     whole_batch = scaled(profile, profile.samples * best.times * best.width)
     plan = straight_plan(best.bounds, best.devices, "2bw", best.steps, best.recompute)
     return Outcome("2bw", plan, whole_batch, best.times * best.width / pace)
+
+
+def _need(batch: int, profile: Profile, devices: int) -> Need:
+    """The least memory of any choice, for a batch of so many rows."""
+    chain = Chain.of(profile)
+    every = choices(chain, devices, max(1, batch // profile.samples))
+    least = min(every, key=lambda choice: memory(choice, chain))
+    again = ", recomputed" if least.recompute else ""
+    return Need(memory(least, chain), f"with {least.depth} stage(s) of {least.width} device(s){again} and two versions")
 
 
 def choices(chain: Chain, devices: int, microbatches: int) -> Iterator[Choice]:

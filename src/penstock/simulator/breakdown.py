@@ -1,7 +1,7 @@
 """Where a step's time goes: the same schedule timed again and again, each time with one more cause.
 
     equal stages, nothing else → compute, and the bubble of the schedule itself
-    + the real stage costs     → imbalance          + recompute → recompute
+    + the real stage costs     → imbalance          + recompute → recompute     + copies to host memory → offload
     + transfers → transfer     + reductions → reduction         + updates → update
 
 Each part is what its cause adds to the makespan, so the parts add up to the whole.
@@ -29,6 +29,7 @@ class Breakdown:
     bubble: float
     imbalance: float
     recompute: float
+    offload: float
     transfer: float
     reduction: float
     update: float
@@ -50,17 +51,17 @@ def breakdown(schedule: Schedule, costs: Costs) -> Breakdown:
     """Telescoping simulations of one schedule."""
     proven = prove(schedule)
     shape, nothing = schedule.shape, np.zeros(schedule.shape.stages)
-    bare = replace(
-        costs, recompute=np.zeros(shape.stages, dtype=bool), links=costs.links.free(), reduce=nothing, update=nothing
-    )
+    never = np.zeros(shape.stages, dtype=bool)
+    free = costs.links.free()
+    bare = replace(costs, recompute=never, host_copy=None, links=free, reduce=nothing, update=nothing)
     ideal = clock(proven, _equal(shape, bare))
     steps = [bare]
-    for cause in ("recompute", "links", "reduce", "update"):
+    for cause in ("recompute", "host_copy", "links", "reduce", "update"):
         steps.append(replace(steps[-1], **{cause: getattr(costs, cause)}))
     ends = [ideal.makespan, *(clock(proven, step).makespan for step in steps)]
-    imbalance, recompute, transfer, reduction, update = (float(part) for part in np.diff(ends))
+    imbalance, recompute, offload, transfer, reduction, update = (float(part) for part in np.diff(ends))
     compute = float(ideal.work.mean())
-    return Breakdown(compute, ideal.makespan - compute, imbalance, recompute, transfer, reduction, update)
+    return Breakdown(compute, ideal.makespan - compute, imbalance, recompute, offload, transfer, reduction, update)
 
 
 def _equal(shape: Shape, costs: Costs) -> Costs:
@@ -76,5 +77,6 @@ def _equal(shape: Shape, costs: Costs) -> Costs:
         forward=even(costs.forward),
         input_grad=even(costs.input_grad),
         weight_grad=even(costs.weight_grad),
+        full_backward=None if costs.full_backward is None else even(costs.full_backward),
         slowdown=np.ones(shape.slots),
     )

@@ -1,9 +1,9 @@
 """The clock: when every row of a lowered schedule starts and ends.
 
-Slots work through their lists; a worklist holds those that can go on. A send starts its transfer and never holds its
-slot up; a receive holds its slot up until the tensor is there; a reduction runs beside the compute and its update waits
-for it. Where several slots send over one link, sends are taken in the order (time, slot), so a slot that is about to
-send steps back until it is the earliest.
+Slots work through their lists; a worklist holds those that can go on. A send starts its transfer and holds its slot up
+only where the slot makes the copy itself; a receive holds its slot up until the tensor is there; a reduction runs
+beside the compute and its update waits for it. Where several slots send over one link, sends are taken in the order
+(time, slot), so a slot that is about to send steps back until it is the earliest.
 """
 
 from __future__ import annotations
@@ -38,21 +38,19 @@ def run(proven: Proven, costs: Costs) -> tuple[FloatArray, FloatArray]:
         *(shape.slot_replica, shape.stage_replicas, shape.first_slot[shape.stage_rank], shape.seats),
         *(pairs.sends, pairs.lane, pairs.target),
         *(seconds_table(schedule, costs), costs.slowdown, costs.reduce, costs.overlap),
-        *(links.seconds, links.latency, links.leave, links.enter, links.resources, links.shared),
+        *(links.seconds, links.latency, links.held, links.leave, links.enter, links.resources, links.shared),
         *(start, end),
     )
     return start, end
 
 
 def seconds_table(schedule: Schedule, costs: Costs) -> FloatArray:
-    """Seconds of every operation on every stage, by (op, stage): a replica's share of the rows, recompute included."""
+    """Seconds of every operation on every stage, by (op, stage): a replica's share of the rows."""
     share = shares(schedule.shape)
-    again = np.where(costs.recompute, costs.forward, 0.0)
     table = np.zeros((len(Op), schedule.shape.stages))
-    table[F] = table[FB] = costs.forward * share
-    table[B] = (costs.input_grad + costs.weight_grad + again) * share
-    table[I] = (costs.input_grad + again) * share
-    table[W] = costs.weight_grad * share
+    for op in (Op.F, Op.B, Op.I, Op.W):
+        table[op] = costs.seconds(op) * share
+    table[FB] = table[F]
     table[UPDATE] = costs.update
     return table
 
@@ -97,7 +95,8 @@ def _clock(
     slot_replica: IntArray, stage_replicas: IntArray, stage_slot: IntArray, seats: IntArray,
     sends: IntArray, lane: IntArray, target: IntArray,
     seconds: FloatArray, slowdown: FloatArray, reduce_seconds: FloatArray, overlap: float,
-    link_seconds: FloatArray, latency: FloatArray, leave: IntArray, enter: IntArray, resources: int, shared: bool,
+    link_seconds: FloatArray, latency: FloatArray, held: FloatArray, leave: IntArray, enter: IntArray, resources: int,
+    shared: bool,
     start: FloatArray, end: FloatArray,
 ) -> None:  # fmt: skip
     slots, stages = len(slot_replica), len(stage_slot)
@@ -135,6 +134,8 @@ def _clock(
                 start[row] = begin
                 arrival = begin + link_seconds[way, path] + latency[way, path]
                 end[row] = arrival
+                if held[way, path] > 0:
+                    t = begin + held[way, path]
                 other = target[way, path]
                 if awaits[other] == row:
                     awaits[other] = NOTHING

@@ -12,9 +12,9 @@ from distributed.hosts import HERE, Ranks, run
 SCRIPT = str(Path(__file__).with_name("gloo_ranks.py"))
 
 
-def play(scenario: str, ranks: int, folder: Path) -> list[str]:
+def play(scenario: str, ranks: int, folder: Path, fork: bool = True) -> list[str]:
     """What the ranks print. All exit with 0."""
-    ended = run([SCRIPT, scenario, str(folder / "store")], [HERE] * ranks)
+    ended = run([SCRIPT, scenario, str(folder / "store")], [HERE] * ranks, fork=fork)
     assert all(rank.error == "" for rank in ended), [rank.error for rank in ended]
     assert all(rank.out.endswith("done\n") for rank in ended)
     return [rank.out for rank in ended]
@@ -61,7 +61,7 @@ def test_a_finished_run_exits_with_0(scenario, tmp_path):
 
 @pytest.mark.slow
 def test_a_finished_run_exits_with_0_again_and_again(tmp_path):
-    for number in range(20):
+    for number in range(10):
         (tmp_path / str(number)).mkdir()
-        play(("leave", "leave_at_other_times")[number % 2], 2, tmp_path / str(number))
+        play(("leave", "leave_at_other_times")[number % 2], 2, tmp_path / str(number), fork=number > 1)
         time.sleep(0.01)

@@ -30,8 +30,8 @@ def create(name: str) -> int:
 
 def allocate(file: int, offset: int, size: int) -> None:
     """Have real memory for a piece of the file, or raise OSError: written to without, it would end the process."""
-    if size > _available():
-        raise OSError(errno.ENOMEM, f"{size} bytes asked for shared memory, {_available()} available")
+    if size > available():
+        raise OSError(errno.ENOMEM, f"{size} bytes asked for shared memory, {available()} available")
     os.posix_fallocate(file, offset, size)
 
 
@@ -58,7 +58,7 @@ def address_of(piece: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(piece))
 
 
-def _available() -> int:
+def available() -> int:
     """Bytes that can be had without ending some process; unknown counts as plenty."""
     try:
         with Path("/proc/meminfo").open() as file:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 from collections.abc import Callable
 from enum import IntEnum
 from time import monotonic_ns
 
+from penstock.core.action import Action, Op
+from penstock.core.endless import Row
+
 PAGE = mmap.PAGESIZE
-REPORT, STACK, WORDS = PAGE, 16 * PAGE, 32 * PAGE  # where the texts begin
+REPORT, STACK, SIZE = PAGE, 16 * PAGE, 32 * PAGE  # where the texts begin and the last of them ends
 EVERYBODY = -1  # as a peer: a collective waits for all
-OUTSIDE = -1  # as a row: between two steps
-MOST_ROWS = 1 << 14  # described, where nobody says how many there are
+OUTSIDE = -1  # as an operation: between two steps
 
 
 class State(IntEnum):
@@ -30,16 +33,20 @@ class Slot(IntEnum):
     """The numbers on the page, eight bytes each; times are of the host's monotonic clock, in nanoseconds."""
 
     STATE = 0
-    ROW = 1
-    ROW_SINCE = 2
-    BEAT = 3
-    PEER = 4
-    WAIT_SINCE = 5
-    WAIT_SEEN = 6
-    COLLECTIVES = 7
+    OP = 1  # of the row that it does now, then that row's other numbers
+    STAGE = 2
+    MICROBATCH = 3
+    VERSION = 4
+    OTHER = 5  # the stage at the other end of a transfer
+    ROW_SINCE = 6
+    WAIT_SEEN = 7
+    BEAT = 8
+    PEER = 9
+    WAIT_SINCE = 10
+    COLLECTIVES = 11
 
 
-_ROW, _ROW_SINCE, _WAIT_SEEN = int(Slot.ROW), int(Slot.ROW_SINCE), int(Slot.WAIT_SEEN)
+_ROW = struct.Struct(f"={Slot.BEAT - Slot.OP}q")  # a row, since when, and that it does not wait
 
 
 class Board:
@@ -47,23 +54,28 @@ class Board:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("penstock-board")
-        os.ftruncate(self.fd, WORDS)
+        os.ftruncate(self.fd, SIZE)
         self.map = mmap.mmap(self.fd, PAGE)
         self.page = memoryview(self.map).cast("q")
-        self.words: Callable[[int], str] | None = None
         self.doing = self._make_doing()
-        self.doing(OUTSIDE)
+        self.outside()
         self.beat()
 
-    def _make_doing(self) -> Callable[[int], None]:
-        page, now = self.page, monotonic_ns
+    def _make_doing(self) -> Callable[[Row], None]:
+        page, now, pack, at = memoryview(self.map), monotonic_ns, _ROW.pack_into, 8 * Slot.OP
 
-        def doing(row: int) -> None:
-            page[_ROW] = row
-            page[_ROW_SINCE] = now()
-            page[_WAIT_SEEN] = 0
+        def doing(row: Row) -> None:
+            pack(page, at, *row, now(), 0)
 
         return doing
+
+    def outside(self) -> None:
+        """Between two steps."""
+        _ROW.pack_into(self.map, 8 * Slot.OP, OUTSIDE, 0, 0, 0, 0, monotonic_ns(), 0)
+
+    @property
+    def row(self) -> str:
+        return _in_words(self.page)
 
     def beat(self) -> None:
         self.page[Slot.BEAT] = monotonic_ns()
@@ -74,22 +86,12 @@ class Board:
         page[Slot.WAIT_SINCE] = since
         page[Slot.WAIT_SEEN] = monotonic_ns()
 
-    def describe(self, words: Callable[[int], str], rows: int | None) -> None:
-        self.words = words
-        lines = []
-        try:
-            for row in range(MOST_ROWS if rows is None else rows):
-                lines.append(words(row).replace("\n", " "))
-        except LookupError:
-            pass  # the row after the last
-        self._write(WORDS, "\n".join(lines).encode())
-
     def tell(self, report: bytes) -> None:
         self._write(REPORT, report)
         self.page[Slot.STATE] = State.FAILED
 
     def show_stack(self, text: str) -> None:
-        self._write(STACK, text.encode()[: WORDS - STACK - 8])
+        self._write(STACK, text.encode()[: SIZE - STACK - 8])
 
     def _write(self, at: int, text: bytes) -> None:
         if at + 8 + len(text) > os.fstat(self.fd).st_size:
@@ -114,12 +116,9 @@ class Page:
     def state(self) -> State:
         return State(self.page[Slot.STATE])
 
-    def words(self, row: int) -> str:
-        """How the rank describes a row of its own."""
-        if row < 0:
-            return ""
-        lines = self._read(WORDS).decode(errors="replace").split("\n")
-        return lines[row] if row < len(lines) and lines[row] else f"row {row} of its schedule"
+    @property
+    def row(self) -> str:
+        return _in_words(self.page)
 
     def report(self) -> bytes:
         return self._read(REPORT)
@@ -130,3 +129,13 @@ class Page:
     def _read(self, at: int) -> bytes:
         length = int.from_bytes(os.pread(self.fd, 8, at), "little")
         return os.pread(self.fd, length, at + 8)
+
+
+def _in_words(page: memoryview) -> str:
+    """What a rank does, for people; "" between two steps."""
+    op, stage, microbatch, version, other = page[Slot.OP : Slot.ROW_SINCE]
+    if op == OUTSIDE:
+        return ""
+    op = Op.F if op == Op.FB else op  # whose backward is a row of its own
+    where = f"stage {stage}, micro-batch {microbatch}" if microbatch >= 0 else f"stage {stage}"
+    return f"{Action(Op(op), stage, microbatch, version, other)} ({where})"

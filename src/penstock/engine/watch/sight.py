@@ -68,7 +68,7 @@ def look(page: Page, pid: int) -> Sight:
     waits = seen > 0 and beat - seen < FRESH
     return Sight(
         page.state,
-        page.words(page[Slot.ROW]),
+        page.row,
         (now - page[Slot.ROW_SINCE]) / 1e9,
         page[Slot.PEER] if waits else None,
         (now - page[Slot.WAIT_SINCE]) / 1e9 if waits else 0.0,

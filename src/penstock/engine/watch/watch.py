@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from time import monotonic, sleep
 
 from torch._C._distributed_c10d import Store
 
 from penstock.engine.transport.lane import ClosedLane
 from penstock.engine.watch.blame import blame, table
-from penstock.engine.watch.board import EVERYBODY, OUTSIDE, Board, Page, Slot, State
+from penstock.engine.watch.board import EVERYBODY, Board, Page, Slot, State
 from penstock.engine.watch.courier import HASTE, LINGER, Courier
 from penstock.engine.watch.failure import Failure, full_traceback, leave_for_torchrun, one_line
 from penstock.engine.watch.monitor import Monitor
@@ -40,7 +39,7 @@ class Watch:
     def __init__(self, rank: int, size: int, timeout: float = 120.0) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.board = Board()
-        self.doing: Callable[[int], None] = self.board.doing
+        self.doing, self.outside = self.board.doing, self.board.outside
         self.pages: dict[int, Page] = {}  # of the other ranks of this host
         self.pids: dict[int, int] = {}
         self.failure: Failure | None = None
@@ -82,10 +81,6 @@ class Watch:
             self.courier.leave(LINGER + 0.5)
 
     # -- what the worker and the transports say and ask ---------------------------------------------------------------
-
-    def describe(self, words: Callable[[int], str], rows: int | None = None) -> None:
-        """How to print a row of this rank, "2B5 (stage 2, micro-batch 5)". Without `rows`: until a LookupError."""
-        self.board.describe(words, rows)
 
     def waiting(self, peer: int) -> None:
         """This rank begins to wait for another (-1: for all, in a collective)."""
@@ -142,8 +137,7 @@ class Watch:
     def died(self, rank: int) -> None:
         self._hear()  # its death may be a consequence
         page = self.pages[rank]
-        row = page.words(page[Slot.ROW])
-        where = f" in {row}" if row else " while it was starting" if page.state == State.STARTING else ""
+        where = f" in {page.row}" if page.row else " while it was starting" if page.state == State.STARTING else ""
         cause = "killed from outside or crashed, possibly for lack of memory"
         self._declare(Failure(rank, f"rank {rank} died{where} without a word: {cause}"))
 
@@ -201,8 +195,7 @@ class Watch:
         return "was interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
     def _place(self) -> str:
-        row, words = self.board.page[Slot.ROW], self.board.words
-        return f" in {words(row)}" if row != OUTSIDE and words is not None else ""
+        return f" in {self.board.row}" if self.board.row else ""
 
     def _await_cause(self, error: BaseException) -> None:
         """Errors that are likely to be another's: of a connection, or found by all ranks at once."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
@@ -39,13 +40,15 @@ _STATELESS = frozenset(
     )
 )
 
+_OURS = (Tensor, Parameter, FakeTensor)  # of subclasses only the one that does what a plain tensor would
+
 
 def plain(*tensors: Tensor | None) -> bool:
     """Ordinary dense tensors of real numbers, where nothing else watches or changes what functions do."""
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+        if type(tensor) not in _OURS:
             return False
         if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_quantized:
             return False

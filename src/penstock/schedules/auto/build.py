@@ -78,6 +78,8 @@ def _costs(shape: Shape, options: dict[str, Any]) -> Costs:
     if not isinstance(costs, Costs) or len(costs.forward) != shape.stages or len(costs.slowdown) != shape.slots:
         came = f"costs of {len(costs.forward)} stages" if isinstance(costs, Costs) else repr(costs)
         raise InputError(f"costs of {shape.stages} stages on {shape.slots} slots", came, "make them for this shape")
+    if costs.offloads.any():
+        raise InputError("costs without offload for auto", "stages that offload", "name a schedule, or do not offload")
     return costs
 
 

@@ -62,7 +62,8 @@ def make_instance(shape: Shape, costs: Costs, cap: list[float]) -> Instance:
     """The instance of a shape under some costs.
 
     Times are exact where every rank has one slot and no two slots share a link. Elsewhere a rank is as slow as its
-    slowest replica, the replicas of an edge send side by side, and contention between slots is left out.
+    slowest replica, the replicas of an edge send side by side, and contention between slots is left out. So is what
+    holds up a slot that sends by itself.
     """
     stages = shape.stages
     lanes = 2 * len(shape.edges)

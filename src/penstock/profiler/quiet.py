@@ -1,4 +1,4 @@
-"""Which samples of a benchmark were disturbed: other processes, or the machine's host, used the cores meanwhile.
+"""Which samples of a measurement were disturbed: other processes, or the machine's host, used the cores meanwhile.
 
     with quiet_sample() as sample:
         work()
@@ -6,7 +6,8 @@
         keep()
 
 A core that is not idle and does not run this process or a descendant of it runs somebody else. The kernel tells idle
-time to a hundredth of a second, so a sample should last a quarter of a second or more.
+time to a hundredth of a second, so a sample should last a quarter of a second or more. Where the kernel does not tell,
+all is quiet.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TICK = 1 / os.sysconf("SC_CLK_TCK")
+_STAT = Path("/proc/stat")
 RESOLUTION = 2 * TICK  # of the difference of two readings of idle time, rounded down on each of a few cores
 
 
@@ -36,16 +38,19 @@ class Sample:
 
 
 @contextmanager
-def quiet_sample(allowed: float = 0.05) -> Iterator[Sample]:
-    """`allowed` is the share of the sample, in seconds of one core, that others may use."""
-    sample = Sample(allowed=allowed)
-    used, idle, begin = family_seconds(), idle_seconds(), time.perf_counter()
+def quiet_sample(allowed: float = 0.05, root: int | None = None) -> Iterator[Sample]:
+    """`allowed` is the share of the sample, in seconds of one core, that others may use. `root` is the process whose
+    descendants are no strangers, if it is another than this one."""
+    sample, told = Sample(allowed=allowed), _STAT.exists()
+    used, idle = (family_seconds(root), idle_seconds()) if told else (0.0, 0.0)
+    begin = time.perf_counter()
     try:
         yield sample
     finally:
         sample.seconds = time.perf_counter() - begin
-        busy = sample.seconds * cores() - (idle_seconds() - idle)
-        sample.foreign = busy - (family_seconds() - used)
+        if told:
+            busy = sample.seconds * cores() - (idle_seconds() - idle)
+            sample.foreign = busy - (family_seconds(root) - used)
 
 
 def cores() -> int:
@@ -54,13 +59,13 @@ def cores() -> int:
 
 def idle_seconds() -> float:
     """Of all cores together since the machine started, waiting for disks included."""
-    with Path("/proc/stat").open() as file:
+    with _STAT.open() as file:
         fields = file.readline().split()
     return (int(fields[4]) + int(fields[5])) * TICK
 
 
-def family_seconds() -> float:
-    """CPU seconds of this process and all its descendants, ended ones included once they are waited for."""
+def family_seconds(root: int | None = None) -> float:
+    """CPU seconds of a process (this one) and all its descendants, ended ones included once they are waited for."""
     parents: dict[int, int] = {}
     ended: dict[int, float] = {}
     for entry in Path("/proc").iterdir():
@@ -71,7 +76,7 @@ def family_seconds() -> float:
                 continue
             parents[int(entry.name)] = int(fields[1])
             ended[int(entry.name)] = (int(fields[13]) + int(fields[14])) * TICK
-    family = {os.getpid()}
+    family = {os.getpid() if root is None else root}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
     return sum(_clock(pid) + ended.get(pid, 0.0) for pid in family)

@@ -1,0 +1,57 @@
+"""What is known before the workers start: a profile and a cluster, each measured by a process of its own; plans for
+every schedule; and what the simulator says of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+from penstock import Cluster, Plan, Profile, StagePlan, read_cluster, read_profile, schedule
+from penstock.app.predict import Prediction, predict
+from penstock.planners.balance import even_cells
+from penstock.planners.outcome import Outcome
+
+RANKS = 2
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "pipedream", "2bw", "pipemare")
+
+
+def measure_cluster(folder: Path) -> Cluster:
+    """What joins two local workers."""
+    file = folder / "cluster.toml"
+    _penstock("cluster", "measure", "--devices", str(RANKS), "-o", str(file))
+    return read_cluster(file)
+
+
+def measure_model(config: Path, folder: Path) -> Profile:
+    """Its layers, by as many processes at once as there will be workers."""
+    file = folder / f"{config.stem}.profile.json"
+    _penstock("profile", str(config), "--busy", str(RANKS), "--repetitions", "6", "-o", str(file))
+    return read_profile(file)
+
+
+def _penstock(*words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "penstock.cli", *words], stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise SystemExit(f"penstock {' '.join(words)} has failed")
+
+
+def plan(profile: Profile, name: str, microbatches: int) -> Plan:
+    """Pieces as equal as the layers allow, where the schedule has them."""
+    shape = schedule(name, stages=RANKS, microbatches=microbatches).shape
+    bounds, _ = even_cells([layer.seconds for layer in profile.layers], shape.stages)
+    stages = tuple(StagePlan(first, last - 1) for first, last in pairwise(bounds))
+    return Plan(stages, shape.placement, tuple(((rank,),) for rank in range(RANKS)), name, microbatches)
+
+
+def foresee(profile: Profile, cluster: Cluster, name: str, microbatches: int) -> Prediction:
+    return predict(Outcome("balance", plan(profile, name, microbatches), profile, 0.0), cluster)
+
+
+def write_plan(found: Prediction, file: Path) -> str:
+    """For the workers, which read it as any user's would."""
+    order = [layer.name for layer in found.outcome.profile.layers]
+    file.write_text(json.dumps({"plan": found.plan.to_json(), "order": order}))
+    return str(file)

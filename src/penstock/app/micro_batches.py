@@ -1,0 +1,113 @@
+"""A batch as micro-batches: rows, the path each takes through the model, and what becomes of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.app.crew import Crew
+from penstock.app.feed import Feed
+from penstock.core.shape import Shape
+from penstock.errors import InputError
+from penstock.model.batch import as_call, piece, require_device, rows_of, spans
+from penstock.model.loss import Loss, read_loss
+from penstock.model.split import Path, Split
+from penstock.model.stage import Job
+
+Cut = int | list[tuple[int, int]]  # how many micro-batches, or the first and last row of each
+Finish = Callable[[Any, Any, int], Any]  # of the model's result, the target and the rows
+
+
+class MicroBatches:
+    """Makes the jobs of a batch, for the engine to run."""
+
+    def __init__(self, split: Split, crew: Crew, feed: Feed, device: torch.device) -> None:
+        self.split, self.crew, self.feed, self.device = split, crew, feed, device
+        self.trained = self._trained()
+
+    def jobs(
+        self, inputs: Any, target: Any, cut: Cut, finish: Finish, step: int, shape: Shape, first_number: int = 0
+    ) -> list[Job]:
+        call = as_call(inputs)
+        self._notice_frozen()
+        require_device((call, target), self.device)
+        stamp, every = self.feed.stamp(inputs, target), rows_of(call, target)
+        cut = spans(every, cut) if isinstance(cut, int) else cut
+        jobs: list[Job] = []
+        path_of = self._paths(call, shape)
+        for number, (first, last) in enumerate(cut):
+            args, kwargs = piece(call, first, last, every)
+            rows, wanted = last - first, piece(target, first, last, every)
+            ending = _Finish(finish, wanted, rows)
+            job = Job(first_number + number, step, args, kwargs, rows, path_of(args, kwargs, rows), ending)
+            job.last, job.part, job.stamp, job.mates = number == len(cut) - 1, number, stamp, jobs
+            jobs.append(job)
+        return jobs
+
+    def _paths(
+        self, call: tuple[tuple[Any, ...], dict[str, Any]], shape: Shape
+    ) -> Callable[[tuple[Any, ...], dict[str, Any], int], Path]:
+        """How to find the path of one of a batch's micro-batches. Where they are tensors and nobody looks at the data,
+        those of as many rows take the same one."""
+        outlook, known = self.split.outlook(), dict[int, Path]()
+        plain = all(type(value) is torch.Tensor for value in (*call[0], *call[1].values()))
+
+        def path_of(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Path:
+            found = known.get(rows)
+            if found is None:
+                found = self.split.path(args, kwargs, outlook)
+                self.crew.require_lanes(found, shape)
+                if plain and not found.trace.answers:
+                    known[rows] = found
+            return found
+
+        return path_of
+
+    def _trained(self) -> dict[nn.Parameter, bool]:
+        return {parameter: parameter.requires_grad for parameter in self.split.model.parameters()}
+
+    def _notice_frozen(self) -> None:
+        """Which values need a gradient depends on which parameters do: trace again when that has changed."""
+        trained = self._trained()
+        if trained.keys() != self.trained.keys():
+            self._refuse_other_parameters(trained)
+        if trained != self.trained:
+            self.split.paths.clear()
+            self.trained = trained
+
+    def _refuse_other_parameters(self, found: dict[nn.Parameter, bool]) -> None:
+        """Those that came since would be in the forward and in no stage, and nobody would train them."""
+        fresh = [name for name, parameter in self.split.model.named_parameters() if parameter not in self.trained]
+        gone = len(self.trained.keys() - found.keys())
+        raise InputError(
+            "the parameters that the model had when its Pipeline was made",
+            f"{len(fresh)} others ({', '.join(fresh[:3])}{' ...' if fresh[3:] else ''})" if fresh else f"{gone} fewer",
+            "change the model first and make the Pipeline then, or change values in place (load_state_dict without "
+            "assign=True)",
+        )
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """What becomes of the model's result for one micro-batch."""
+
+    finish: Finish
+    target: Any
+    rows: int
+
+    def __call__(self, result: Any) -> Any:
+        return self.finish(result, self.target, self.rows)
+
+
+def scored(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any, int], Loss]:
+    """A loss of the user's, as what becomes of a result."""
+    return lambda result, target, rows: read_loss(loss(result, target), rows)
+
+
+def unchanged(result: Any, target: Any, rows: int) -> Any:
+    """The result itself."""
+    return result

@@ -1,0 +1,54 @@
+"""Commands that make profiles."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.app import app
+from penstock.cli.flags import AsJson, ConfigFile
+from penstock.cli.output import write_files
+
+WIDTH = 120  # of tables that no terminal shows
+
+
+@app.command("profile")
+def profile_command(
+    config: ConfigFile,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the profile to this JSON file.")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Quiet samples to take.")] = 10,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a process.")] = 1,
+    busy: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that measure at once; the config's stages, if they share these cores."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure every layer of a config's model: seconds forward and backward, and bytes. Nothing is trained.
+
+    Example: `penstock profile examples/gpt.toml -o profile.json`
+    """
+    from rich.console import Console
+
+    from penstock.app.profile_run import run
+    from penstock.app.profile_table import said, table
+    from penstock.app.start import Request
+    from penstock.app.train import require_writable
+
+    require_writable(None if output is None else str(output), "a profile")
+    found = run(Request(str(config), {}, {"repetitions": repetitions, "threads": threads}), busy, sys.stderr)
+    if isinstance(found, int):
+        raise typer.Exit(found)
+    told = json.dumps(found.profile.to_json(), indent=2)
+    write_files(profile=(output, lambda: told))
+    console = Console(stderr=as_json, width=None if sys.stdout.isatty() else WIDTH)
+    if as_json:
+        typer.echo(told)
+    else:
+        console.print(table(found.profile))
+    for line in said(found):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -1,0 +1,245 @@
+"""Partition, replicas, placement, micro-batches, schedule, recompute and offload together, under each device's memory.
+
+Steps: (1) a bound that no plan can beat; (2) where there are few plans, all of them are simulated; else (3) for every
+size of micro-batch and order of devices, the best cut for every depth by dynamic programming; (4) those are simulated,
+the most promising first, until the next is thought to be clearly worse than the best; (5) small changes to the best few
+that the simulator likes. A planner that wants the simulator is handed a function: `evaluate(plan, profile)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from math import comb, inf
+from random import Random
+from time import monotonic
+from typing import NamedTuple
+
+from penstock.core.cluster import Cluster
+from penstock.core.given import truth, whole
+from penstock.core.jit import expect_many_calls
+from penstock.core.plan import Plan
+from penstock.core.profile import Profile
+from penstock.errors import InputError
+from penstock.planners.outcome import Outcome
+from penstock.planners.search.bound import lower_bound
+from penstock.planners.search.candidate import Candidate
+from penstock.planners.search.climb import climb
+from penstock.planners.search.lift import Field, Guess, chunked, every_plan, labelled
+from penstock.planners.search.space import Method, all_multiples, chosen_methods, multiples, no_order_matters, orders
+from penstock.planners.short import Need, Rule, least_need, shortage
+
+MOST_MICROBATCHES = 10**7
+FEW = 600  # plans that are all simulated
+DOUBT = 1.12  # a guess this much above the best is not looked at
+LOOKS = 32  # guesses of a method that are simulated at most
+CHANGES = 160  # plans simulated while climbing, at most
+STARTS = 2
+
+
+class Scored(NamedTuple):
+    """What the simulator says of a plan: seconds of a batch, and bytes that the fullest device is short of."""
+
+    seconds: float
+    short: float
+
+
+Evaluate = Callable[[Plan, Profile], Scored]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """The best plan of one schedule."""
+
+    method: str
+    seconds: float
+    plan: Plan
+    profile: Profile
+
+
+@dataclass(frozen=True)
+class Searched(Outcome):
+    """An outcome with its proof: no plan takes less than `bound` seconds; and the best plan of every other schedule."""
+
+    bound: float = 0.0
+    runners: tuple[Runner, ...] = ()
+    simulated: int = 0
+    exact: bool = False  # every plan was simulated
+    stopped: bool = False  # by the time limit
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound it takes, as a share; 0 where every plan was simulated."""
+        return 0.0 if self.exact or not self.bound else self.seconds / self.bound - 1
+
+
+@dataclass(eq=False)
+class _Search:
+    space: Field
+    evaluate: Evaluate
+    until: float
+    known: dict[Candidate, Scored] = field(default_factory=dict)
+    best: Candidate | None = None
+    seconds: float = inf
+    left: int = CHANGES
+
+    def score(self, candidate: Candidate) -> float:
+        """Seconds of a batch; infinite where it does not fit."""
+        found = self.known.get(candidate)
+        if found is None:
+            self.left -= 1
+            found = self.known[candidate] = self.evaluate(candidate.plan(), self.space.sized(candidate.times))
+        if found.short > 0:
+            return inf
+        if found.seconds < self.seconds:
+            self.best, self.seconds = candidate, found.seconds
+        return found.seconds
+
+    def late(self) -> bool:
+        return monotonic() > self.until
+
+    def every(self, sizes: list[int]) -> bool:
+        """Simulate all plans; whether that was all there is to try, as where no device is short of memory."""
+        for times in sizes:
+            for candidate in every_plan(self.space, times):
+                if self.late() and self.best is not None:
+                    return False
+                self.score(candidate)
+        roomy = not self.space.again or all(found.short <= 0 for found in self.known.values())
+        return roomy and not self.late() and no_order_matters(self.space.cluster)
+
+    def look(self, guesses: Iterable[Guess]) -> None:
+        """Of every method the most promising first, until the next is thought to be clearly worse than its best."""
+        by_method: dict[str, list[Guess]] = {}
+        for guess in sorted(guesses, key=lambda guess: guess.seconds):
+            by_method.setdefault(guess.candidate.method.name, []).append(guess)
+        for mine in by_method.values():
+            best = inf
+            for guess in mine[:LOOKS]:
+                if guess.seconds > DOUBT * best or (self.late() and self.best is not None):
+                    break
+                best = min(best, self.score(guess.candidate))
+
+    def improve(self, dice: Random) -> None:
+        """Climb from the best of the best methods, flushing or not, and from some others."""
+        ranked = sorted(self.fitting(), key=lambda c: self.known[c].seconds)
+        starts = [next((c for c in ranked if c.method.flush is flush), None) for flush in (True, False)]
+        others = [c for c in ranked[: 4 * STARTS] if c not in starts]
+        chosen = [c for c in starts if c is not None] + dice.sample(others, min(STARTS, len(others)))
+        for start in chosen:
+            self.left = CHANGES // len(chosen)
+            climb(self.space, start, self.score, self.known[start].seconds, lambda: self.late() or self.left <= 0)
+
+    def confirm(self, whole: Evaluate) -> None:
+        """The best again with every replica in the simulation, until the best there is has been confirmed."""
+        sure: set[Candidate] = set()
+        while (best := min(self.fitting(), key=lambda c: self.known[c].seconds, default=None)) and best not in sure:
+            self.known[best] = whole(best.plan(), self.space.sized(best.times))
+            sure.add(best)
+        self.best, self.seconds = best, self.known[best].seconds if best else inf
+
+    def fitting(self) -> list[Candidate]:
+        return [candidate for candidate, found in self.known.items() if found.short <= 0]
+
+    def runners(self) -> tuple[Runner, ...]:
+        """The best of every method, the winner's first."""
+        by_method: dict[str, Candidate] = {}
+        for candidate in self.fitting():
+            name = candidate.method.name
+            if name not in by_method or self.known[candidate].seconds < self.known[by_method[name]].seconds:
+                by_method[name] = candidate
+        ranked = sorted(by_method.items(), key=lambda item: self.known[item[1]].seconds)
+        return tuple(Runner(name, self.known[c].seconds, c.plan(), self.space.sized(c.times)) for name, c in ranked)
+
+
+def search(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    microbatches: int,
+    evaluate: Evaluate,
+    confirm: Evaluate | None = None,
+    schedules: str | Iterable[str] = "any",
+    seconds: float | None = None,
+    seed: int = 0,
+    recompute: bool = True,
+    whole_rows: bool = True,
+    fixed: bool = False,
+) -> Outcome:
+    """Minimise the seconds of a batch of so many micro-batches of the profile's size.
+
+    `evaluate` may take all replicas of a rank for one, `confirm` does not. `seconds` limits the search; `fixed` keeps
+    micro-batches at the profile's size; `whole_rows=False` lets replicas split a row, as planners do that know no rows.
+    """
+    whole("microbatches", microbatches)
+    if microbatches > MOST_MICROBATCHES:
+        expected = f"a batch of at most {MOST_MICROBATCHES:,} micro-batches of the profile's size"
+        raise InputError(expected, f"{microbatches:,}", "profile larger micro-batches")
+    whole("seed", seed, 0)
+    for name, value in (("recompute", recompute), ("whole_rows", whole_rows), ("fixed", fixed)):
+        truth(name, value)
+    if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
+        raise InputError("seconds to be 0 or more", seconds, "give the search some time, or no limit")
+    space = Field(profile, cluster, chosen_methods(schedules), microbatches, recompute, whole_rows)
+    sizes = all_multiples(microbatches, fixed)
+    few = _count(space, sizes) <= FEW
+    sizes = sizes if few else multiples(microbatches, fixed)
+    run = _Search(space, evaluate, monotonic() + (inf if seconds is None else seconds))
+    bound = min(lower_bound(space.sized(k), cluster, space.methods, microbatches // k) for k in sizes)
+    exact = few and run.every(sizes)
+    if not exact:
+        expect_many_calls()
+        _explore(run, sizes)
+        run.improve(Random(seed))
+    if confirm is not None:
+        run.confirm(confirm)
+    if run.best is None:
+        raise shortage(space.sized(min(sizes)), cluster, partial(_need, space))
+    best = run.best
+    return Searched(
+        "search", best.plan(), space.sized(best.times), run.seconds, bound, run.runners(), len(run.known),
+        exact, run.late(),
+    )  # fmt: skip
+
+
+def _explore(run: _Search, sizes: list[int]) -> None:
+    """Guesses for every size and order, then the simulator; when time is up, as soon as one plan fits."""
+    found: list[Guess] = []
+    for order in orders(run.space.cluster):
+        for times in reversed(sizes):  # large micro-batches first: few of them are soon simulated
+            found += chain(labelled(run.space, times, order), chunked(run.space, times, order))
+            if run.late():
+                run.look(found)
+                if run.best is not None:
+                    return
+                found = []
+    run.look(found)
+
+
+def _need(space: Field, profile: Profile, devices: int) -> Need:
+    """The least of any method that has one chunk a rank, for as large a batch."""
+    steps = space.microbatches * space.profile.samples // profile.samples
+    needs = [
+        least_need(_rule(method, steps, devices, space.again), profile, devices)
+        for method in space.methods
+        if method.chunks == 1
+    ]
+    return min(needs, key=lambda need: need.bytes, default=Need(0.0, "by a schedule with one chunk a rank"))
+
+
+def _rule(method: Method, steps: int, devices: int, again: bool) -> Rule:
+    """What a method keeps, or at most so much."""
+    deepest = steps if method.schedule == "2bw" else None
+    if method.split:  # what a stage does not hold for forwards it may hold for weight gradients that wait
+        return Rule(method.versions, 0, method.slope * (devices - 1) + 1, False, deepest)
+    return Rule(method.versions, method.slope, 1 if method.slope else steps, again, deepest, not method.turns)
+
+
+def _count(space: Field, sizes: list[int]) -> int:
+    """How many plans there are, or more than a few."""
+    layers, devices = len(space.profile.layers), len(space.cluster.devices)
+    total = sum(comb(layers - 1, s - 1) * comb(devices, s) for s in range(1, min(layers, devices) + 1))
+    total *= len(sizes) * len(orders(space.cluster)) * len(space.methods)
+    return total

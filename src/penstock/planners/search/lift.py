@@ -1,0 +1,172 @@
+"""Candidates: labels read back, models in several chunks a rank, and, where there are few, every plan there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+
+from penstock.core.cluster import Cluster
+from penstock.core.profile import Profile
+from penstock.planners.balance import even_cells
+from penstock.planners.chain import Chain
+from penstock.planners.scaled import scaled
+from penstock.planners.search.candidate import Candidate, Mode
+from penstock.planners.search.labels import Labels
+from penstock.planners.search.places import Places
+from penstock.planners.search.space import Method, orders
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A candidate, and what it is thought to take."""
+
+    seconds: float
+    candidate: Candidate
+
+
+@dataclass(frozen=True, eq=False)
+class Field:
+    """One search's givens: a batch of `microbatches` of the profile's size, on a cluster, by some methods."""
+
+    profile: Profile
+    cluster: Cluster
+    methods: tuple[Method, ...]
+    microbatches: int
+    again: bool = True  # whether stages may recompute or offload
+    whole_rows: bool = True  # whether a replica must have at least a row of a micro-batch
+
+    def sized(self, times: int) -> Profile:
+        if times not in self._sizes:
+            self._sizes[times] = scaled(self.profile, self.profile.samples * times)
+        return self._sizes[times]
+
+    @cached_property
+    def _sizes(self) -> dict[int, Profile]:
+        return {}
+
+    def most_replicas(self, method: Method, times: int) -> int | None:
+        """That a stage may have, or None for any number.
+
+        Replicas that take turns average as many batches into one update: only a batch of one micro-batch, as PipeDream
+        knows it, is meant so.
+        """
+        if method.turns:
+            return None if self.microbatches == 1 else 1
+        return self.profile.samples * times if self.whole_rows else None
+
+    def admits(self, candidate: Candidate) -> bool:
+        """Whether the schedule exists for it."""
+        method, p, m = candidate.method, candidate.ranks, candidate.steps
+        most = self.most_replicas(method, candidate.times)
+        if method.schedule == "interleaved" and m % p:
+            return False
+        if method.schedule == "2bw" and m < p:
+            return False
+        return most is None or max(candidate.replicas) <= most
+
+    def alike(self, method: Method) -> Iterator[Method]:
+        """Methods for which the same cut is as good."""
+        for other in self.methods:
+            same = (other.flush, other.deep, other.turns, other.versions) == (
+                method.flush, method.deep, method.turns, method.versions,
+            )  # fmt: skip
+            if same and other.chunks == 1:
+                yield other
+
+
+def labelled(field: Field, times: int, order: tuple[int, ...]) -> Iterator[Guess]:
+    """The best cut for every number of stages, for every kind of method."""
+    chain, places = Chain.of(field.sized(times)), Places.of(field.cluster, order)
+    yield from _by_kind(field, times, order, chain, places)
+    if places.unit > 1 and chain.layers > 1:
+        few = order[-min(len(order), chain.layers) :]
+        yield from _by_kind(field, times, few, chain, Places.of(field.cluster, few, alone=True))
+
+
+def _by_kind(field: Field, times: int, order: tuple[int, ...], chain: Chain, places: Places) -> Iterator[Guess]:
+    steps, seen = field.microbatches // times, set()
+    some = any(method.flush and not method.whole and method.chunks == 1 for method in field.methods)
+    for method in field.methods:
+        if method.whole and some:
+            continue  # the cuts of others serve it where its memory allows
+        kind = (method.flush, method.deep, method.turns, method.versions)
+        if method.chunks > 1 or kind in seen:
+            continue
+        seen.add(kind)
+        most = field.most_replicas(method, times)
+        for meet in (
+            (False, True) if method.turns and most is None else (False,)
+        ):  # how much it waits, the clock will say
+            labels = Labels.of(chain, places, method, steps, field.again, most, meet)
+            yield from _read_back(field, times, order, method, labels)
+
+
+def _read_back(field: Field, times: int, order: tuple[int, ...], method: Method, labels: Labels) -> Iterator[Guess]:
+    """The best of every depth."""
+    steps = field.microbatches // times
+    for depth in range(1, labels.value.shape[0] + 1):
+        found = labels.best(depth)
+        if found is None:
+            continue
+        replicas = tuple(count * labels.places.unit for count in found.counts)
+        skip = len(order) - sum(replicas)
+        for other in field.alike(method):
+            made = Candidate(other, times, steps, order, skip, found.bounds, replicas, found.modes)
+            if field.admits(made):
+                yield Guess(found.value, made)
+
+
+def chunked(field: Field, times: int, order: tuple[int, ...]) -> Iterator[Guess]:
+    """Equal ranks with several chunks each, cut as evenly as can be."""
+    steps, chain, devices = field.microbatches // times, Chain.of(field.sized(times)), len(order)
+    costs = np.diff(chain.forward + chain.backward)
+    slow = 1.0 / min(device.speed for device in field.cluster.devices)
+    for method in field.methods:
+        for ranks in _halvings(devices) if method.chunks > 1 else ():
+            pieces = ranks * method.chunks
+            if pieces > chain.layers or ranks < 2:
+                continue
+            bounds, largest = even_cells(costs.tolist(), pieces)
+            replicas = (devices // ranks,) * ranks
+            for mode in (Mode.KEEP, Mode.RECOMPUTE) if field.again else (Mode.KEEP,):
+                made = Candidate(method, times, steps, order, devices - sum(replicas), tuple(bounds), replicas,
+                                 (mode,) * pieces)  # fmt: skip
+                more = 4 / 3 if mode is Mode.RECOMPUTE else 1.0
+                each = largest * slow * more / replicas[0]
+                if field.admits(made):
+                    yield Guess(each * (steps * method.chunks + ranks - 1), made)
+
+
+def _halvings(devices: int) -> list[int]:
+    """Ranks worth trying: every divisor, and all devices."""
+    return [ranks for ranks in range(2, min(devices, 128) + 1) if devices % ranks == 0]
+
+
+def every_plan(field: Field, times: int) -> Iterator[Candidate]:
+    """All cuts, all replica counts and all orders, of stages that keep their activations."""
+    steps, layers, devices = field.microbatches // times, len(field.profile.layers), len(field.cluster.devices)
+    for order in orders(field.cluster):
+        for method in field.methods:
+            for ranks in range(1 if method.chunks == 1 else 2, min(layers // method.chunks, devices) + 1):
+                for cut in combinations(range(1, layers), ranks * method.chunks - 1):
+                    for replicas in _counts(ranks, devices):
+                        made = Candidate(
+                            method, times, steps, order, devices - sum(replicas), (0, *cut, layers), replicas,
+                            (Mode.KEEP,) * (ranks * method.chunks),
+                        )  # fmt: skip
+                        if field.admits(made):
+                            yield made
+
+
+def _counts(ranks: int, devices: int) -> Iterator[tuple[int, ...]]:
+    """Positive counts for so many ranks, of at most so many devices."""
+    if ranks == 0:
+        yield ()
+        return
+    for first in range(1, devices - ranks + 2):
+        for rest in _counts(ranks - 1, devices - first):
+            yield (first, *rest)

@@ -1,0 +1,81 @@
+"""Runs of neighbouring devices in an order: what a stage gets that is replicated on them.
+
+Tables are by (first device of the run, number of the replica count). A unit may stand for several devices, so that
+thousands of them stay a table of a hundred rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.core.between import all_reduce
+from penstock.core.cluster import Cluster
+from penstock.core.links import FloatArray
+from penstock.core.schedule import LongArray
+
+MOST_UNITS = 64
+MOST_COUNTS = 24
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """`unit` devices count as one. `counts` are replica counts in units, ascending, one first."""
+
+    unit: int
+    units: int
+    counts: LongArray
+    slow: FloatArray  # seconds on the slowest device of the run, as a multiple of the profiled one's
+    room: FloatArray  # bytes on the device with the least memory
+    rate: FloatArray  # seconds a byte of an all-reduce over the run, and its latency
+    wait: FloatArray
+    hop: FloatArray  # seconds a byte from the run's first device to the one behind the run, and latency
+    pause: FloatArray
+    host: FloatArray  # seconds a byte to host memory; infinite where there is no way
+
+    @classmethod
+    def of(cls, cluster: Cluster, order: tuple[int, ...], alone: bool = False) -> Places:
+        """`alone`: one device a stage, whatever there is."""
+        unit = 1 if alone else unit_of(cluster)
+        units = len(order) // unit
+        counts = np.ones(1, dtype=np.int64) if alone else replica_counts(units)
+        shape = (units, len(counts))
+        tables = {name: np.full(shape, np.inf) for name in ("slow", "rate", "wait", "hop", "pause", "host")}
+        room = np.zeros(shape)
+        for start in range(units):
+            for at, count in enumerate(counts.tolist()):
+                run = order[start * unit : (start + count) * unit]
+                if start + count > units:
+                    break
+                kinds = {cluster.devices[device] for device in run}
+                tables["slow"][start, at] = 1.0 / min(kind.speed for kind in kinds)
+                room[start, at] = min(kind.memory for kind in kinds)
+                tables["rate"][start, at], tables["wait"][start, at] = all_reduce(cluster, run)
+                if start + count < units:
+                    level = cluster.levels[cluster.meeting_level(run[0], order[(start + count) * unit])]
+                    tables["hop"][start, at], tables["pause"][start, at] = 1.0 / level.bandwidth, level.latency
+                way = min(kind.host_bandwidth for kind in kinds)
+                tables["host"][start, at] = 1.0 / way if way else np.inf
+        return cls(unit, units, counts, room=room, **tables)
+
+
+def unit_of(cluster: Cluster) -> int:
+    """Devices that are moved together: one, or parts of hosts, hosts and more of them where there are many devices."""
+    unit = 1
+    for level in cluster.levels:
+        left = level.size
+        while len(cluster.devices) // unit > MOST_UNITS and left > 1:
+            factor = next(f for f in range(2, left + 1) if left % f == 0)
+            unit, left = unit * factor, left // factor
+    return unit
+
+
+def replica_counts(units: int) -> LongArray:
+    """Every count where there are few; else powers of two, half as many again, and shares of all."""
+    if units <= MOST_COUNTS:
+        return np.arange(1, units + 1)
+    powers = {1 << k for k in range(units.bit_length()) if 1 << k <= units}
+    halves = {3 * power // 2 for power in powers if 3 * power // 2 <= units}
+    shares = {units // k for k in range(1, 7)} | {units - 1, units * 3 // 4}
+    return np.array(sorted(powers | halves | shares))

@@ -1,0 +1,116 @@
+"""What may be chosen: schedules and what each holds in memory, sizes of micro-batches, orders of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import isqrt
+from typing import Any
+
+from penstock.core.cluster import Cluster
+from penstock.errors import InputError
+
+MOST_STEPS = 4096  # micro-batches of a batch
+ORDERS = 3  # at most, lest a large search do everything several times
+
+
+@dataclass(frozen=True)
+class Method:
+    """One schedule as the search sees it."""
+
+    name: str
+    schedule: str
+    flush: bool = True  # a step ends when all is done; else what counts is the pace
+    deep: bool = False  # about twice the micro-batches in flight
+    whole: bool = False  # all of a step's micro-batches in flight
+    split: bool = False  # weight gradients apart from input gradients, and later
+    chunks: int = 1
+    folded: bool = False
+    turns: bool = False  # replicas take whole mini-batches in turns
+    versions: int = 1  # of the weights; 0: as many as micro-batches are in flight
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def slope(self) -> int:
+        """Micro-batches in flight for each stage behind, beside the first; 0: all of a step's."""
+        return 0 if self.whole else 2 if self.deep else 1
+
+
+METHODS = (
+    Method("1f1b", "1f1b"),
+    Method("gpipe", "gpipe", whole=True),
+    Method("zb-h1", "zb-h1", split=True),
+    Method("dapple pb", "dapple", deep=True, options=(("policy", "pb"),)),
+    Method("zb-h2", "zb-h2", deep=True, split=True),
+    Method("interleaved", "interleaved", chunks=2),
+    Method("interleaved 4", "interleaved", chunks=4),
+    Method("zb-v", "zb-v", chunks=2, folded=True),
+    Method("2bw", "2bw", flush=False, versions=2),
+    Method("pipedream", "pipedream", flush=False, turns=True, versions=0),
+    Method("pipemare", "pipemare", flush=False, turns=True),
+)
+GROUPS = {
+    "any": METHODS,
+    "synchronous": tuple(method for method in METHODS if method.flush),
+    "asynchronous": tuple(method for method in METHODS if not method.flush),
+}
+
+
+def chosen_methods(asked: str | Iterable[str]) -> tuple[Method, ...]:
+    """The methods of a group, or those of the schedules named."""
+    try:
+        names = [part.strip() for part in asked.split(",")] if isinstance(asked, str) else list(asked)
+    except TypeError:
+        raise InputError("schedules as names", repr(asked), "give some, or one of " + ", ".join(GROUPS)) from None
+    if not names:
+        raise InputError("at least one schedule to search among", "none", "leave schedules out, or name some")
+    found: list[Method] = []
+    for name in names:
+        fitting = GROUPS.get(str(name)) or tuple(m for m in METHODS if name in (m.name, m.schedule))
+        if not fitting:
+            known = [*GROUPS, *dict.fromkeys(method.schedule for method in METHODS)]
+            near = get_close_matches(str(name), known, n=1)
+            advice = f"did you mean {near[0]}? all are" if near else "choose among"
+            raise InputError("schedules that search knows", repr(name), f"{advice} {', '.join(known)}")
+        found += [method for method in fitting if method not in found]
+    return tuple(found)
+
+
+def all_multiples(microbatches: int, fixed: bool) -> list[int]:
+    """All sizes of a micro-batch, in units of the profile's, that make whole micro-batches; those that make more than
+    `MOST_STEPS` of them are left out where others are left: by then there is no bubble to make smaller."""
+    if fixed:
+        return [1]
+    small = [times for times in range(1, isqrt(microbatches) + 1) if microbatches % times == 0]
+    every = sorted({*small, *(microbatches // times for times in small)})
+    return [times for times in every if microbatches // times <= MOST_STEPS] or every[-1:]
+
+
+def multiples(microbatches: int, fixed: bool) -> list[int]:
+    """Sizes of a micro-batch in units of the profile's: those that make whole micro-batches, fewer as they grow.
+
+    Never smaller than what was profiled: small ones use a device worse than proportion says.
+    """
+    kept, last = [], 0.0
+    for times in all_multiples(microbatches, fixed):
+        if times >= 1.5 * last:  # steps of about two are enough to choose from
+            kept.append(times)
+            last = times
+    return kept
+
+
+def orders(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Ways to line the devices up, stages taking neighbours: host by host; one of each host in turn; fast ones last."""
+    count = len(cluster.devices)
+    natural = tuple(range(count))
+    size = cluster.levels[0].size if cluster.levels else 1
+    scattered = tuple(sorted(natural, key=lambda d: (d % size, d // size)))
+    by_speed = tuple(sorted(natural, key=lambda d: (cluster.devices[d].speed, d)))
+    by_memory = tuple(sorted(natural, key=lambda d: (-cluster.devices[d].memory, d)))
+    return list(dict.fromkeys((natural, by_speed, by_memory, scattered)))[:ORDERS]
+
+
+def no_order_matters(cluster: Cluster) -> bool:
+    """Whether it is all one which devices a stage gets: they are alike, and one level joins them all."""
+    return len(set(cluster.devices)) == 1 and sum(level.size > 1 for level in cluster.levels) <= 1

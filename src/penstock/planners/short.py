@@ -1,0 +1,168 @@
+"""When nothing fits: what is short, by how much, and the smallest change that would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil, floor, inf, log10
+
+from penstock.core.cluster import Cluster
+from penstock.core.profile import Profile
+from penstock.errors import InputError
+from penstock.planners.chain import Chain
+from penstock.planners.outcome import least_memory
+from penstock.planners.scaled import scaled
+
+
+@dataclass(frozen=True)
+class Need:
+    """The least that the fullest device must hold, and what makes it so."""
+
+    bytes: float
+    words: str = ""
+
+    def fits(self, room: float) -> bool:
+        """With a little to spare, since planners add bytes in other orders."""
+        return self.bytes <= room * (1 - 1e-5)
+
+
+NeedOf = Callable[[Profile, int], Need]  # of a profile whose micro-batches have other rows, on so many devices
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a method keeps on a stage with d stages behind it: activations of `slope` · d + `base` micro-batches, and
+    `versions` of the weights (0: one for each of those)."""
+
+    versions: int = 1
+    slope: int = 1
+    base: int = 1
+    recompute: bool = False
+    deepest: int | None = None  # stages at most
+    replicas: bool = True  # whether replicas may split a micro-batch
+
+
+@dataclass(frozen=True)
+class _Stage:
+    bytes: float
+    first: int
+    last: int
+    standing: float
+
+
+def least_need(rule: Rule, profile: Profile, devices: int) -> Need:
+    """Over all cuts into stages of equally many devices each, activations recomputed where that is allowed."""
+    best, wide = _Stage(inf, 0, 0, 0.0), 1
+    for each in range(1, (min(devices, profile.samples) if rule.replicas else 1) + 1):
+        found = _least(rule, Chain.of(scaled_down(profile, each)), devices // each)
+        if found.bytes < best.bytes:
+            best, wide = found, each
+    rest, name = best.bytes - best.standing, profile.layers[best.first].name
+    stages = "one stage a device" if wide == 1 else f"{wide} devices a stage"
+    return Need(
+        best.bytes,
+        f"with {stages} ({best.standing / 1e9:.4g} GB of weights, gradients and optimizer and {rest / 1e9:.4g} GB of "
+        f"activations, layers {best.first} to {best.last}, {name} and on)",
+    )
+
+
+def scaled_down(profile: Profile, replicas: int) -> Profile:
+    """What one of some replicas has of each micro-batch."""
+    if replicas == 1:
+        return profile
+    layers = tuple(
+        replace(layer, kept_bytes=layer.kept_bytes / replicas, output_bytes=layer.output_bytes / replicas)
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers, sent=tuple(replace(one, bytes=one.bytes / replicas) for one in profile.sent))
+
+
+def _least(rule: Rule, chain: Chain, devices: int) -> _Stage:
+    layers = chain.layers
+    behind = {layers: _Stage(0.0, 0, 0, 0.0)}
+    best = _Stage(inf, 0, layers - 1, 0.0)
+    for depth in range(min(devices, layers, rule.deepest or layers)):
+        values: dict[int, _Stage] = {}
+        for i in range(layers - 1, -1, -1):
+            options = [_joined(_stage(rule, chain, i, j, depth), behind[j]) for j in behind if j > i]
+            if options:
+                values[i] = min(options, key=lambda stage: stage.bytes)
+        behind = values
+        if 0 in values and values[0].bytes < best.bytes:
+            best = values[0]
+    return best
+
+
+def _stage(rule: Rule, chain: Chain, i: int, j: int, depth: int) -> _Stage:
+    flying = rule.slope * depth + rule.base
+    more = (rule.versions or flying) - 1
+    standing = float(chain.standing[j] - chain.standing[i] + more * (chain.parameters[j] - chain.parameters[i]))
+    kept, came = float(chain.kept[j] - chain.kept[i]), float(chain.cut[i])
+    live = min(flying * kept, (flying + 1) * came + kept if rule.recompute else inf)
+    return _Stage(standing + live, i, j - 1, standing)
+
+
+def _joined(mine: _Stage, rest: _Stage) -> _Stage:
+    return mine if mine.bytes >= rest.bytes else rest
+
+
+def shortage(profile: Profile, cluster: Cluster, need_of: NeedOf, relieved: NeedOf | None = None) -> InputError:
+    """The one message of a planner that found nothing. `relieved` is the need where activations are recomputed, for a
+    method that does not do so itself."""
+    devices, room, need = len(cluster.devices), least_memory(cluster), need_of(profile, len(cluster.devices))
+    mixed = len({device.memory for device in cluster.devices}) > 1
+    expected = f"a plan that fits {room / 1e9:.4g} GB a device on {devices} device(s)" + (
+        " (the smallest has so much)" if mixed else ""
+    )
+    if need.fits(room):
+        came = f"none that this method allows, though {need.bytes / 1e9:.4g} GB would do {need.words}"
+        return InputError(expected, came, "allow other schedules, or use smaller micro-batches or larger devices")
+    return InputError(
+        expected,
+        f"{need.bytes / 1e9:.4g} GB on the fullest {need.words}, {(need.bytes - room) / 1e9:.4g} GB short",
+        f"what would fit: {'; or '.join(_ways(profile, devices, room, need_of, relieved))}",
+    )
+
+
+def _ways(profile: Profile, devices: int, room: float, need_of: NeedOf, relieved: NeedOf | None) -> list[str]:
+    """Changes that would do, each alone, the smallest first."""
+    ways = []
+    rows = _rows_that_fit(profile, devices, room, need_of)
+    if rows is not None:
+        ways.append(f"micro-batches of {rows} rows in place of {profile.samples}")
+    if relieved is not None and relieved(profile, devices).fits(room):
+        ways.append("recompute (the method search decides where)")
+    more = _devices_that_fit(profile, devices, room, need_of)
+    if more is not None:
+        ways.append(f"{more} such devices in place of {devices}")
+    return [*ways, f"devices of {enough(need_of(profile, devices).bytes)} GB"]
+
+
+def enough(size: float) -> str:
+    """Gigabytes in four digits, rounded up: so much is enough."""
+    unit = 10.0 ** (floor(log10(size)) - 3)
+    return f"{ceil(size * (1 + 2e-5) / unit) * unit / 1e9:.4g}"
+
+
+def _devices_that_fit(profile: Profile, devices: int, room: float, need_of: NeedOf) -> int | None:
+    """More devices of the same kind, up to one a layer."""
+    low, high = devices, len(profile.layers)
+    if high <= low or not need_of(profile, high).fits(room):
+        return None
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if need_of(profile, middle).fits(room):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _rows_that_fit(profile: Profile, devices: int, room: float, need_of: NeedOf) -> int | None:
+    """The largest half, quarter, ... of a micro-batch that does."""
+    rows = profile.samples // 2
+    while rows >= 1:
+        if need_of(scaled(profile, rows), devices).fits(room):
+            return rows
+        rows //= 2
+    return None

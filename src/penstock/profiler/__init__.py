@@ -1,0 +1,1 @@
+"""Layers → Profile: measured here, or estimated for hardware that is not."""

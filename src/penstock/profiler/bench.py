@@ -1,0 +1,157 @@
+"""All stages of a split in this process, and a mini-batch run through them as an engine would, every operation timed.
+
+Stage after stage forward, then back: so each finds in the caches what it would find there in a pipeline, which is
+hardly ever itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.core.action import Op
+from penstock.core.links import FloatArray
+from penstock.errors import SplitError
+from penstock.model.batchnorm import DeferredNorms
+from penstock.model.buffers import Buffers
+from penstock.model.heap import Heap
+from penstock.model.loss import Loss
+from penstock.model.reweigh import Reweigh
+from penstock.model.split import Split
+from penstock.model.stage import Job, Settings, Stage, Values
+from penstock.profiler.laps import Laps
+
+SEEN = 3  # micro-batches that are run of a mini-batch: the first, whose gradients are new, and others
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch, what makes a loss of the model's result for it, and how many such there are in a mini-batch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int
+    finish: Callable[[Any], Loss]
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a stage keeps of a micro-batch: for its backward, and from its input gradient to its weight's."""
+
+    activations: int
+    until_weight: int
+
+
+class Bench:
+    """The stages of one split. Gradients are left in the parameters."""
+
+    def __init__(self, split: Split, batch: Batch, settings: Settings, norms: DeferredNorms) -> None:
+        named, ties, buffers = dict(split.model.named_parameters()), split.ties(), Buffers(split.model)
+        shared = [[named[name] for name, users in ties.items() if at in users] for at in range(split.pieces)]
+        self.stages = [
+            Stage(split, at, settings, norms, buffers, split.used(at), shared[at]) for at in range(split.pieces)
+        ]
+        self.split, self.batch, self.norms = split, batch, norms
+        self.path = split.first
+        names = {parameter: name for name, parameter in named.items()}
+        self.recipes = [
+            Reweigh([(names[p], p) for p in stage.parameters], constants=split.model.buffers()) for stage in self.stages
+        ]
+        self.laps = Laps(settings.device)
+
+    def run(self, apart: bool, newest: bool = False) -> dict[Op, FloatArray]:
+        """Mean seconds of a micro-batch on each stage, for each operation: F and B, or F, I and W. `newest`: as where
+        backwards are given newer weights than their forwards."""
+        self._clear()
+        for stage, recipes in zip(self.stages, self.recipes, strict=True):
+            stage.reweigh = recipes if newest else None
+        seen = min(self.batch.count, SEEN)
+        for part in range(seen):
+            self._micro_batch(part, apart)
+        self.norms.forget()
+        read = self.laps.read()
+        return {op: self._means(read, op, seen) for op in ((Op.F, Op.I, Op.W) if apart else (Op.F, Op.B))}
+
+    def renews(self) -> bool:
+        """Whether backwards could be given newer weights; what the model does with its weights may not allow it."""
+        try:
+            self.run(apart=False, newest=True)
+        except SplitError:
+            self.laps.read()
+            self.norms.forget()
+            return False
+        return True
+
+    def weigh(self) -> list[Kept]:
+        """Bytes that every stage keeps."""
+        self._clear()
+        heaps = [Heap((*self.split.model.parameters(), *self.split.model.buffers())) for _ in self.stages]
+        late = [0] * len(self.stages)
+        self._micro_batch(0, False, heaps)
+        self._micro_batch(0, True, late=late)
+        self.laps.read()
+        self.norms.forget()
+        return [Kept(heap.bytes, held) for heap, held in zip(heaps, late, strict=True)]
+
+    def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """What the last mini-batch has left for a parameter; of one that several stages use, one's part."""
+        parts = (stage.parts[parameter] for stage in self.stages if parameter in stage.parts)
+        return parameter.grad if parameter.grad is not None else next(parts, None)
+
+    def _clear(self) -> None:
+        for parameter in self.split.model.parameters():
+            parameter.grad = None
+        for stage in self.stages:
+            stage.drop()
+
+    def _micro_batch(
+        self, part: int, apart: bool, heaps: list[Heap] | None = None, late: list[int] | None = None
+    ) -> None:
+        batch = self.batch
+        job = Job(part, 0, batch.args, batch.kwargs, batch.rows, self.path, batch.finish, part=part)
+        self._forwards(job, apart, heaps)
+        self._backwards(job, apart, late)
+
+    def _forwards(self, job: Job, apart: bool, heaps: list[Heap] | None) -> None:
+        values: Values = {}
+        for stage in self.stages:
+            received = {value: values[value] for value in self.path.incoming[stage.index]}
+            work = partial(stage.forward, job, received, apart)
+            if heaps is not None:
+                work = partial(_weighed, work, heaps[stage.index], received)
+            made, _ = self.laps.run((Op.F, stage.index, job.part), work)
+            values.update(made)
+
+    def _backwards(self, job: Job, apart: bool, late: list[int] | None) -> None:
+        gradients: Values = {}
+        for stage in reversed(self.stages):
+            at = stage.index
+            given = {value: gradients.pop(value) for value in self.path.outgoing[at] if value in gradients}
+            work = partial(stage.backward, job, given)
+            for value, gradient in self.laps.run((Op.I if apart else Op.B, at, job.part), work).items():
+                gradients[value] = gradients[value] + gradient if value in gradients else gradient
+            if late is not None:
+                late[at] = stage.queues[job.number].held_bytes
+            if apart:
+                self.laps.run((Op.W, at, job.part), partial(stage.weight_gradient, job))
+
+    def _means(self, read: dict[Any, float], op: Op, seen: int) -> FloatArray:
+        """Over a whole mini-batch: those that were not run are as the later ones that were."""
+        seconds = np.array([[read[op, at, part] for at in range(len(self.stages))] for part in range(seen)])
+        later = seconds[1:].mean(axis=0) if seen > 1 else seconds[0]
+        mean: FloatArray = (seconds[0] + (self.batch.count - 1) * later) / self.batch.count
+        return mean
+
+
+def _weighed(work: Callable[[], Any], heap: Heap, received: Values) -> Any:
+    """What comes in is kept, too; what goes out, the next stage keeps."""
+    for tensor in received.values():
+        heap.add(tensor)
+    with heap.saving():
+        return work()

@@ -1,0 +1,25 @@
+"""Profiles of the same model by several processes as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from penstock.core.profile import Layer, PerStage, Profile
+
+MEASURED = ("forward", "input_grad", "weight_grad", "full_backward", "update", "spread")
+
+
+def joined(profiles: Sequence[Profile]) -> Profile:
+    """Medians of all that was measured; the rest is the same for all."""
+    first = profiles[0]
+    layers = tuple(_layer([profile.layers[at] for profile in profiles]) for at in range(len(first.layers)))
+    own = [profile.per_stage for profile in profiles]
+    per_stage = PerStage(*(median(getattr(one, name) for one in own) for name in ("forward", "backward", "update")))
+    newest = median(profile.newest for profile in profiles)
+    return replace(first, layers=layers, per_stage=per_stage, busy=len(profiles), newest=newest)
+
+
+def _layer(layers: Sequence[Layer]) -> Layer:
+    return replace(layers[0], **{name: median(getattr(layer, name) for layer in layers) for name in MEASURED})

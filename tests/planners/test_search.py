@@ -1,0 +1,358 @@
+"""search: at least as good as everything it could have tried, never below its bound, never over a device's memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import combinations, pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import Cluster, Device, InputError, Layer, Level, Profile
+from penstock.app.plan_run import plan
+from penstock.app.predict import predict
+from penstock.app.score import Scorer
+from penstock.core.plan import Plan, StagePlan
+from penstock.core.profile import PerStage
+from penstock.planners.outcome import Outcome
+from penstock.planners.search.bound import lower_bound
+from penstock.planners.search.find import search
+from penstock.planners.search.space import METHODS, all_multiples, chosen_methods, multiples, orders
+from planners.brute import compositions, random_profile
+from planners.published_profiles import needs_profiles, published
+
+
+def random_cluster(random, devices, memory=float("inf")):
+    hosts = random.choice([h for h in range(1, devices + 1) if devices % h == 0])
+    inside = Level("inside", devices // hosts, random.choice((4.0, 20.0)), random.choice((0.0, 0.1)))
+    return Cluster.uniform((inside, Level("between", hosts, random.choice((2.0, 8.0)))), Device("d", memory))
+
+
+def straight(profile, bounds, replicas, schedule, m, options=()):
+    """A plan on devices in their own order, written without the search's help."""
+    at, devices = 0, []
+    for count in replicas:
+        devices.append(tuple((at + k,) for k in range(count)))
+        at += count
+    stages = tuple(StagePlan(a, b - 1) for a, b in pairwise(bounds))
+    return Plan(stages, tuple(range(len(stages))), tuple(devices), schedule, m, options=tuple(options))
+
+
+def every_straight(profile, devices, schedule, m, options=()):
+    layers = len(profile.layers)
+    for count in range(1, min(layers, devices) + 1):
+        for cut in combinations(range(1, layers), count - 1):
+            for used in range(count, devices + 1):
+                for replicas in compositions(used, count):
+                    yield straight(profile, (0, *cut, layers), replicas, schedule, m, options)
+
+
+def seconds_of(plan, profile, cluster):
+    return predict(Outcome("brute", plan, profile, 0.0), cluster).step_seconds
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_small_instances_equal_brute_force(seed):
+    random = Random(seed)
+    layers, devices, m = random.randint(2, 4), random.randint(1, 3), random.choice((2, 4))
+    profile, cluster = random_profile(random, layers, branching=seed % 3 == 0), random_cluster(random, devices)
+    scorer = Scorer(cluster, folding=False)
+    found = search(profile, cluster, microbatches=m, evaluate=scorer, schedules="1f1b", recompute=False, fixed=True,
+                   whole_rows=False)  # fmt: skip
+    best = min(seconds_of(one, profile, cluster) for one in every_straight(profile, devices, "1f1b", m))
+    assert found.seconds <= best * (1 + 1e-12)
+    assert found.exact == (len(orders(cluster)) == 1)  # which devices a stage has matters elsewhere
+    if found.exact:
+        assert found.seconds == pytest.approx(best, rel=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_nothing_is_below_the_bound(seed):
+    """For schedules with a flush, split or not, and without one, whatever the links."""
+    random = Random(seed)
+    layers, devices, m = random.randint(1, 5), random.randint(1, 4), random.randint(1, 5)
+    profile = random_profile(random, layers, branching=random.random() < 0.5)
+    cluster = random_cluster(random, devices)
+    name = random.choice(["1f1b", "zb-h1", "zb-h2", "dapple", "2bw", "pipedream"])
+    count = random.randint(1, min(layers, devices))
+    if name == "2bw":
+        m = max(m, count)
+    cut = sorted(random.sample(range(1, layers), count - 1))
+    replicas = random.choice(list(compositions(random.randint(count, devices), count)))
+    if name == "pipedream":
+        m = 1
+    options = (("policy", "pb"),) if name == "dapple" else ()
+    one = straight(profile, (0, *cut, layers), replicas, name, m, options)
+    bound = lower_bound(profile, cluster, chosen_methods(name), m)
+    assert seconds_of(one, profile, cluster) >= bound * (1 - 1e-9)
+
+
+def as_measured(profile):
+    """Both gradients together take less than apart, and stages and updates some time of their own."""
+    layers = (replace(layer, full_backward=0.75 * layer.backward, update=0.5) for layer in profile.layers)
+    return replace(profile, layers=tuple(layers), per_stage=PerStage(0.25, 0.5, 0.125))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_two_replicas_stand_for_all(seed):
+    """A folded simulation is the whole one, in seconds and in bytes, where replicas are equal."""
+    random = Random(seed)
+    layers, devices, m = random.randint(2, 5), random.randint(3, 8), random.randint(2, 6)
+    profile = random_profile(random, layers)
+    if random.random() < 0.5:
+        profile = as_measured(profile)
+    cluster = Cluster.uniform((Level("link", devices, 8.0, 0.25),), Device("d", 1e4, host_bandwidth=2.0))
+    count = random.randint(1, min(layers, 2))
+    cut = sorted(random.sample(range(1, layers), count - 1))
+    each = devices // count
+    name = random.choice(["1f1b", "zb-h1", "2bw"])
+    one = straight(profile, (0, *cut, layers), (each,) * count, name, max(m, count))
+    moded = (replace(stage, **{random.choice(("recompute", "offload")): random.random() < 0.5}) for stage in one.stages)
+    one = replace(one, stages=tuple(moded))
+    folded, whole = Scorer(cluster)(one, profile), Scorer(cluster, folding=False)(one, profile)
+    assert folded.seconds == pytest.approx(whole.seconds, rel=1e-12)
+    assert folded.short == pytest.approx(whole.short, rel=1e-9)
+    assert whole.seconds == pytest.approx(seconds_of(one, profile, cluster), rel=1e-12)
+
+
+def test_exact_is_said_where_no_order_of_devices_is_faster():
+    """Devices that differ, and hosts, can be lined up in more ways than are tried."""
+    for devices in (
+        tuple(Device("d", speed=speed) for speed in (2.0, 0.5, 1.0)),
+        tuple(Device("d", memory=memory) for memory in (1e9, 2e9, 3e9)),
+    ):
+        assert not plan(layered(3, 1.0, 1.0), Cluster(devices, (Level("link", 3, 1e9),)), batch=4).outcome.exact
+    two_hosts = Cluster.uniform((Level("inside", 2, 1e9), Level("between", 2, 1e8)))
+    assert not plan(layered(2, 1.0, 1.0), two_hosts, batch=2, schedules="1f1b").outcome.exact
+
+
+def test_exact_has_every_size_of_micro_batch():
+    found = plan(layered(2), host(1e12, 2), batch=6, schedules="1f1b", whole_rows=False).outcome
+    sizes = {multiple for multiple in range(1, 7) if 6 % multiple == 0}
+    assert found.exact
+    assert found.simulated == len(sizes) * (2 + 1)  # one stage on one or two devices, or two stages
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"seconds": -1.0}, "seconds to be 0 or more"),
+        ({"seconds": float("nan")}, "seconds to be 0 or more"),
+        ({"seed": -1}, "seed to be a whole number of at least 0"),
+        ({"seed": "x"}, "seed to be a whole number"),
+    ],
+)
+def test_what_is_no_time_and_no_seed_is_refused(option, message):
+    with pytest.raises(InputError, match=message):
+        plan(layered(2), host(1e12, 2), batch=2, **option)
+
+
+def layered(count, kept=1e9, weights=1e9):
+    def block(i):
+        return Layer(f"block{i}", 1.0, 1.0, 1.0, 1e6, kept, kept / 2, weights)
+
+    return Profile(tuple(map(block, range(count))))
+
+
+def host(memory, devices=4, **more):
+    return Cluster.uniform((Level("link", devices, 1e9),), Device("d", memory, **more))
+
+
+def test_memory_is_honoured_and_recompute_comes_only_where_it_must():
+    roomy = plan(layered(8), host(1e12), batch=8, schedules="1f1b", fixed=True)
+    assert not any(stage.recompute for stage in roomy.plan.stages)
+    tight = plan(layered(8), host(9.2e9), batch=8, schedules="1f1b", fixed=True)
+    assert not tight.over
+    assert any(stage.recompute for stage in tight.plan.stages)
+    assert not all(stage.recompute for stage in tight.plan.stages)  # the last has one micro-batch in flight
+    assert tight.step_seconds > roomy.step_seconds
+
+
+def test_offload_is_chosen_where_the_way_to_the_host_is_quick():
+    found = plan(layered(8), host(9.2e9, host_bandwidth=1e12), batch=8, schedules="1f1b", fixed=True)
+    assert any(stage.offload for stage in found.plan.stages)
+    assert not any(stage.recompute for stage in found.plan.stages)
+
+
+def test_when_nothing_fits_it_says_what_is_short_and_what_would_fit():
+    with pytest.raises(InputError) as caught:
+        plan(layered(8), host(3.1e9, devices=2), batch=8)
+    said = str(caught.value)
+    for words in (
+        "a plan that fits 3.1 GB a device on 2 device(s)",
+        "GB short",
+        "such devices in place of 2",
+        "devices of",
+    ):
+        assert words in said
+    advice = int(said.split("what would fit: ")[1].split(" such devices")[0])
+    assert not plan(layered(8), host(3.1e9, devices=advice), batch=8).over
+    with pytest.raises(InputError):
+        plan(layered(8), host(3.1e9, devices=advice - 1), batch=8)
+
+
+def test_smaller_micro_batches_are_advised_where_they_would_fit():
+    big = Profile(layered(4, kept=8e9, weights=1e8).layers, samples=8)
+    with pytest.raises(InputError, match="micro-batches of 2 rows in place of 8"):
+        plan(big, host(10e9, devices=1), batch=64, recompute=False)
+
+
+def test_a_seed_repeats_it_and_a_time_limit_returns_the_best_so_far():
+    profile, cluster = random_profile(Random(3), 12), random_cluster(Random(5), 8)
+    ask = {"microbatches": 8, "evaluate": Scorer(cluster), "whole_rows": False}
+    first, again = (search(profile, cluster, seed=7, **ask) for _ in range(2))
+    assert (first.plan, first.seconds, first.simulated) == (again.plan, again.seconds, again.simulated)
+    hasty = search(profile, cluster, seconds=0.0, **ask)
+    assert hasty.stopped
+    assert hasty.seconds >= first.seconds * (1 - 1e-12)
+    assert hasty.gap >= first.gap - 1e-12
+    assert hasty.seconds <= (1 + hasty.gap) * hasty.bound * (1 + 1e-12)
+
+
+def test_a_time_limit_is_kept_but_for_the_plan_that_there_must_be():
+    """Deadline aside, what counts is that little is tried: one size of micro-batch in place of all."""
+    cluster = Cluster.uniform((Level("inside", 8, 300e9), Level("between", 4, 25e9)), Device("d", 80e9))
+    ask = {"microbatches": 64, "evaluate": Scorer(cluster)}
+    tried = []
+
+    def evaluate(plan, profile):
+        tried.append(profile.samples)
+        return ask["evaluate"](plan, profile)
+
+    hasty = search(layered(48, kept=4e8, weights=3e8), cluster, microbatches=64, evaluate=evaluate, seconds=0.0)
+    assert hasty.stopped
+    assert set(tried) == {64 * 1}  # rows of the largest micro-batch, which is looked at first
+    assert hasty.simulated < 5
+
+
+def test_batches_of_millions_are_not_cut_finer_than_a_schedule_needs():
+    assert max(10**6 // times for times in all_multiples(10**6, fixed=False)) <= 4096
+    assert all_multiples(10**6 + 3, fixed=False) == [10**6 + 3]  # a prime
+    with pytest.raises(InputError, match=r"at most 10,000,000 micro-batches .*, but got 1,000,000,000,000,000,000"):
+        plan(layered(3), host(1e12), batch=10**18)
+
+
+def test_gpipe_wins_where_every_message_takes_long():
+    """Two layers on two devices, links slower than all else: the fewest waits win, if memory allows."""
+    slow = Cluster.uniform((Level("link", 2, 1e30, 0.5),))
+    profile = Profile(tuple(Layer(f"l{i}", 0.1, 0.1, 0.1, kept_bytes=1e6) for i in range(2)))
+    ask = {"batch": 16, "microbatch": 1}
+    found = plan(profile, slow, schedules="synchronous", **ask)
+    alone = plan(profile, slow, method="gpipe", **ask)
+    assert found.step_seconds <= alone.step_seconds * (1 + 1e-9)
+    tight = Cluster.uniform((Level("link", 2, 1e30, 0.5),), Device("d", 10e6))
+    assert plan(profile, tight, schedules="synchronous", **ask).plan.schedule != "gpipe"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"schedules": []}, "at least one schedule to search among"),
+        ({"schedules": 5}, "schedules as names"),
+        ({"schedules": [5]}, "schedules that search knows"),
+        ({"seconds": "x"}, "seconds to be 0 or more"),
+        ({"recompute": "x"}, "recompute to be True or False"),
+        ({"fixed": 1}, "fixed to be True or False"),
+    ],
+)
+def test_options_of_other_types_get_one_message(given, words):
+    with pytest.raises(InputError, match=words):
+        plan(layered(3), host(1e12), **given)
+
+
+def test_devices_of_different_memory_say_what_the_smallest_is_short_of():
+    """Four layers of 10 GB in all on 24 and 5 GB: nobody is sent to search by search."""
+    layers = tuple(Layer(f"l{i}", 1.0, 1.0, 1.0, parameter_bytes=5e9) for i in range(4))
+    mixed = Cluster((Device("large", 24e9), Device("small", 5e9)), (Level("inside", 2, 1e9),))
+    for method in ("search", "dapple"):
+        with pytest.raises(
+            InputError, match=r"fits 5 GB a device on 2 .*smallest.*15 GB short; what would fit: "
+        ) as no:
+            plan(Profile(layers), mixed, method=method)
+        advice = str(no.value).partition("what would fit: ")[2]
+        assert "search" not in advice
+        size = float(re.search(r"devices of ([\d.]+) GB", advice)[1]) * 1e9
+        assert not plan(Profile(layers), host(size, devices=2), method=method).over
+
+
+@pytest.mark.parametrize("schedules", ["pipedream", "2bw", "zb-h2", "gpipe", "dapple", "pipemare"])
+def test_advice_is_true_for_the_schedules_that_were_allowed(schedules):
+    profile = Profile(layered(6, kept=1e9, weights=1e9).layers, samples=4)
+    for memory, devices in ((2.5e9, 3), (7e9, 1), (4.5e9, 2)):
+        ask = {"batch": 32, "schedules": schedules, "fixed": True}
+        try:
+            plan(profile, host(memory, devices=devices), **ask)
+            continue
+        except InputError as error:
+            advice = str(error).partition("what would fit: ")[2]
+        assert advice
+        if more := re.search(r"(\d+) such devices", advice):
+            assert not plan(profile, host(memory, devices=int(more[1])), **ask).over
+        if rows := re.search(r"micro-batches of (\d+) rows", advice):
+            assert not plan(profile, host(memory, devices=devices), microbatch=int(rows[1]), **ask).over
+        size = float(re.search(r"devices of ([\d.]+) GB", advice)[1]) * 1e9
+        assert not plan(profile, host(size, devices=devices), **ask).over
+
+
+def test_replicas_that_split_a_micro_batch_are_the_smallest_change():
+    profile = Profile((Layer("l", 1.0, 1.0, 1.0, kept_bytes=10e9, parameter_bytes=1e6),), samples=4)
+    with pytest.raises(InputError, match=r"with 4 devices a stage .*devices of 2\.50\d GB"):
+        plan(profile, host(2.4e9, devices=4), batch=16, recompute=False)
+    assert not plan(profile, host(2.51e9, devices=4), batch=16, recompute=False).over
+
+
+def test_the_batch_is_kept_whatever_the_micro_batch():
+    found = plan(layered(6), host(1e12), batch=12)
+    assert found.rows == 12
+    assert multiples(12, fixed=False) == [1, 2, 3, 6, 12]
+    assert multiples(12, fixed=True) == [1]
+
+
+def test_replicas_have_whole_rows():
+    found = plan(Profile(layered(1).layers, samples=2), host(1e12), batch=16, microbatch=2, schedules="1f1b")
+    assert max(found.plan.replicas) <= 2
+    free = plan(Profile(layered(1).layers, samples=2), host(1e12), batch=16, microbatch=2, schedules="1f1b",
+                whole_rows=False)  # fmt: skip
+    assert free.plan.replicas == (4,)
+
+
+def test_slow_and_small_devices_get_less():
+    """Two kinds of device: the heavy half of a model does not go where it takes twice as long."""
+    devices = (Device("slow", 1e12, 0.5), Device("fast", 1e12, 1.0))
+    cluster = Cluster(devices, (Level("link", 2, 1e9),))
+    found = plan(layered(9), cluster, batch=16, schedules="1f1b", fixed=True)
+    sizes = {
+        rank[0][0]: stage.last - stage.first + 1
+        for stage, rank in zip(found.plan.stages, found.plan.devices, strict=True)
+    }
+    assert sizes[1] == 2 * sizes[0]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_every_method_can_win_alone(method):
+    profile, cluster = random_profile(Random(1), 9), random_cluster(Random(2), 2)
+    found = search(profile, cluster, microbatches=8, evaluate=Scorer(cluster), schedules=[method.name])
+    assert found.plan.schedule == method.schedule
+    assert method.name in [runner.method for runner in found.runners]
+    assert found.gap >= -1e-9
+
+
+def test_a_schedule_that_search_does_not_know():
+    with pytest.raises(InputError, match=r"schedules that search knows, but got '1f2b'; did you mean 1f1b\?"):
+        plan(layered(3), host(1e12), schedules="1f2b")
+
+
+@needs_profiles
+@pytest.mark.parametrize(("name", "samples", "cluster"), [("bert-48-pbs-2", 2, "dapple-a"), ("vgg16", 64, "dapple-b")])
+def test_no_planner_of_the_literature_beats_it(name, samples, cluster):
+    """Two of the fifteen pairs that benchmarks/search.py goes through; their plans are not among its candidates."""
+    from benchmarks.search import ratios
+
+    profile = published(name, samples)
+    for other, ratio, fits in ratios(profile, cluster):
+        assert ratio >= 1 - 1e-9 or not fits, other

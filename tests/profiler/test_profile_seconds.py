@@ -1,0 +1,151 @@
+"""Seconds of a profile: they add up, come from the models that pipelines run, and say when others were in the way."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import penstock
+from model.zoo import ZOO, born, score
+from penstock.profiler.joined import joined
+from penstock.profiler.quiet import quiet_sample
+from penstock.profiler.sampling import PATIENCE, Company, collect, unseen
+from penstock.profiler.settle import settled
+
+
+def test_layers_add_up_to_about_the_whole_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(6)))
+    example = torch.randn(512, 256)
+    found = penstock.profile(model, example, loss=lambda out, _: out.square().mean(), repetitions=2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    spent = []
+    for _ in range(20):
+        begun = time.process_time()
+        model(example).square().mean().backward()
+        spent.append(time.process_time() - begun)
+    torch.set_num_threads(before)
+    # A wide berth: the machine may be busy, and CPU seconds are fewer than those on the wall.
+    assert 0.2 < sum(layer.seconds for layer in found.layers) / float(np.median(spent)) < 20
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet", "lstm", "dicts", "used twice", "tied", "frozen", "loss inside"])
+def test_models_of_every_kind(name):
+    model, inputs = born(name), ZOO[name].inputs(4, 6)
+    found = penstock.profile(
+        model, inputs, loss=score, repetitions=1, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
+    )
+    assert all(layer.forward >= 0 and layer.full_backward >= 0 for layer in found.layers)
+    assert all(layer.input_grad + layer.weight_grad >= 0.999 * layer.full_backward for layer in found.layers)
+    named = dict(model.named_parameters())
+    assert sum(layer.parameter_bytes for layer in found.layers) == sum(8 * p.numel() for p in named.values())
+    trained = [p for p in named.values() if p.requires_grad]
+    assert sum(layer.optimizer_bytes for layer in found.layers) == sum(8 * p.numel() for p in trained)
+    assert penstock.Profile.from_json(found.to_json()) == found
+
+
+seconds = st.floats(1e-4, 1.0)
+
+
+@given(
+    layers=st.lists(st.tuples(seconds, seconds, seconds), min_size=3, max_size=9),
+    own=st.tuples(st.floats(0, 1e-2), st.floats(0, 1e-2)),
+    noise=st.lists(st.floats(0.99, 1.01), min_size=1, max_size=5),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_stages_take_for_themselves_is_told_apart(layers, own, noise):
+    """From stages of one layer and from two stages, noise scaling both alike, the layers' own seconds come back."""
+    forward, input_grad, weight_grad = np.array(layers).T
+    backward = input_grad + weight_grad
+    fine = np.array([forward + own[0], backward + own[1], forward + own[0], input_grad + own[1], weight_grad])
+    coarse = np.array([forward.sum() + 2 * own[0], backward.sum() + 2 * own[1]])
+    scale = np.array(noise)
+    found = settled(fine[None] * scale[:, None, None], coarse[None] * scale[:, None])
+    about = {"rtol": 0.02, "atol": 1e-9}
+    np.testing.assert_allclose(found.forward, forward, **about)
+    np.testing.assert_allclose(found.backward, backward, **about)
+    np.testing.assert_allclose(found.input_grad, input_grad, **about)
+    np.testing.assert_allclose(found.weight_grad, weight_grad, **about)
+    np.testing.assert_allclose((found.per_stage.forward, found.per_stage.backward), own, **about)
+    np.testing.assert_allclose(found.forward.sum() + 2 * found.per_stage.forward, np.median(scale) * coarse[0], **about)
+
+
+@given(fine=st.lists(st.lists(st.floats(0, 1), min_size=15, max_size=15), min_size=1, max_size=4), two=seconds)
+@settings(max_examples=60, deadline=None)
+def test_whatever_was_measured_gives_seconds_that_a_profile_accepts(fine, two):
+    found = settled(np.array(fine).reshape(-1, 5, 3), np.full((len(fine), 2), two))
+    for part in found[:5]:
+        assert np.isfinite(part).all()
+        assert (part >= 0).all()
+    assert (found.input_grad + found.weight_grad >= found.backward * (1 - 1e-9)).all()
+    assert min(found.per_stage.forward, found.per_stage.backward) >= 0
+
+
+def spin(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_samples_that_others_disturb_are_told(tmp_path):
+    """`root` is a process that has no part in it: all the work is then a stranger's."""
+    with quiet_sample(root=1 << 22) as sample:
+        spin(0.3)
+    assert sample.foreign > 0.2
+    assert not sample.quiet
+    stranger = Company(root=1 << 22)
+    shown = []
+    found = collect(lambda: np.array([time.perf_counter()]), 2, stranger, lambda *count: shown.append(count))
+    assert found.disturbed == 2
+    assert len(found.quiet) == PATIENCE * 2
+    assert len(found.used) == 2
+    assert shown[-1] == (PATIENCE * 2, PATIENCE * 2)
+
+
+def test_company_decides_together():
+    """What one finds disturbed is disturbed for all."""
+
+    def gather(data):
+        return [data, b"[0.7, false]"] if data else [data, b""]
+
+    found = collect(lambda: np.zeros(1), 1, Company(gather), unseen)
+    assert not found.quiet.any()
+    assert (found.foreign >= 0.7).all()
+
+
+def test_profiles_of_several_processes_are_joined_by_medians():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    made = [penstock.profile(model, torch.randn(2, 4), loss=lambda out, _: out.mean(), repetitions=1) for _ in range(3)]
+    one = joined(made)
+    assert one.busy == 3
+    assert one.layers[1].forward == sorted(profile.layers[1].forward for profile in made)[1]
+    assert one.layers[0].kept_bytes == made[0].layers[0].kept_bytes
+    assert one.samples == 2
+
+
+class Exponential(nn.Module):
+    """Its weight is made of another: backwards cannot be given a newer one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x):
+        return x @ self.weight.exp()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_what_newer_weights_take_is_measured_where_a_model_allows_them(layers):
+    def found(kind):
+        model = nn.Sequential(*(kind() for _ in range(layers)))
+        return penstock.profile(model, torch.randn(4, 8), loss=lambda out, _: out.square().mean(), repetitions=1)
+
+    assert 0 <= found(lambda: nn.Linear(8, 8)).newest < 50
+    assert found(Exponential).newest == 0
