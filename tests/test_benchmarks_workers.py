@@ -19,6 +19,9 @@ class Failing:
         if self.rank == 1:
             raise ValueError("of rank one")
 
+    def close(self):
+        """Nothing to drain."""
+
 
 @pytest.mark.slow
 def test_no_contender_beats_the_ideal():

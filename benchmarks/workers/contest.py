@@ -6,17 +6,15 @@ import time
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 
 class Lap(NamedTuple):
     """One rank's part of one step. All clocks of one host are one."""
 
-    begin: float
-    end: float
+    seconds: float  # from the common start to this rank's end
     cpu: float  # seconds, of all threads of the rank
     told: dict | None  # by the contender
-    probe: float  # seconds of fixed work just before and after: the speed of the core at that time
+    probe: float  # seconds of fixed work just after: the speed of the core at that time
 
 
 class Contest:
@@ -31,16 +29,25 @@ class Contest:
     def names(self):
         return list(self.contenders)
 
-    def step(self, name):
-        """All ranks begin together, with the gradients of the last step gone."""
+    def prepare(self, name):
+        """The gradients of the last step go; returns the seconds of the probe."""
+        self.contenders[name].zero()
+        return self._probe()
+
+    def step(self, name, start):
+        """All ranks begin at one moment: what a barrier lets go, it lets go milliseconds apart."""
         contender = self.contenders[name]
-        contender.zero()
-        probe = self._probe()
-        dist.barrier()
-        used, begin = time.process_time(), time.perf_counter()
+        time.sleep(max(0.0, start - time.perf_counter()))
+        used = time.process_time()
         told = contender.step()
         end = time.perf_counter()
-        return Lap(begin, end, time.process_time() - used, told, probe + self._probe())
+        return Lap(end - start, time.process_time() - used, told, self._probe())
+
+    def close(self):
+        """The end: what runs without a flush is drained, by all ranks in the same order."""
+        for contender in self.contenders.values():
+            if hasattr(contender, "records"):
+                contender.records.close()
 
     def loss(self, name):
         return self.contenders[name].loss()

@@ -6,8 +6,8 @@
     python -m benchmarks.workers --peer-only         without ours
 
 All contenders of a case live in the same processes, one a rank, one thread each, over gloo where they need it; their
-steps are interleaved in shuffled order; a step lasts from the first rank's begin to the last one's end. Medians of the
-quiet samples. `limit` is the schedule's ideal: no transfer and no runtime takes any time.
+steps are interleaved in shuffled order; a step lasts from the start, one moment for all ranks, to the last one's end.
+Medians of the quiet samples. `limit` is the schedule's ideal: no transfer and no runtime takes any time.
 """
 
 from __future__ import annotations

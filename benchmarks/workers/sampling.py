@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from dataclasses import dataclass, field
 
 from penstock.profiler.quiet import quiet_sample
 
+SOON = 0.01  # seconds from the word to the start: long enough that it has reached every rank
 ODD = 1.10  # a probe that takes this much longer or shorter than the run's median says that the core was not itself
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One step of one contender: seconds from the first rank's begin to the last one's end."""
+    """One step of one contender: seconds from the common start to the last rank's end."""
 
     seconds: float
     cpu: float  # of all ranks together
@@ -27,9 +29,10 @@ class Sample:
     told: list
 
     @classmethod
-    def of(cls, laps, alone):
-        seconds = max(lap.end for lap in laps) - min(lap.begin for lap in laps)
-        cpu, probe = sum(lap.cpu for lap in laps), max(lap.probe for lap in laps)
+    def of(cls, before, laps, alone):
+        """From the probes before a step, and each rank's lap."""
+        probe = max(early + lap.probe for early, lap in zip(before, laps, strict=True))
+        seconds, cpu = max(lap.seconds for lap in laps), sum(lap.cpu for lap in laps)
         return cls(seconds, cpu, alone, probe, [lap.told for lap in laps])
 
 
@@ -78,17 +81,23 @@ class Speed:
         return not probe or self.usual / ODD <= probe <= self.usual * ODD
 
 
+def one(team, name):
+    """A sample: the ranks get ready, then begin together."""
+    with quiet_sample() as around:
+        before = team.ask("prepare", name)
+        laps = team.ask("step", name, time.perf_counter() + SOON)
+    return Sample.of(before, laps, around.quiet)
+
+
 def collect(team, names, repetitions, patience=2):
     """That many quiet samples of every contender, or what `patience` times as many rounds give."""
     speed, dice = Speed(), random.Random(0)
     found = {name: Samples(speed) for name in names}
     for name in names:  # warm: buffers, shapes, pages
-        team.ask("step", name)
+        one(team, name)
     for turn in range(patience * repetitions):
         wanted = [name for name in names if turn < repetitions or len(found[name].quiet) < repetitions]
         for name in dice.sample(wanted, len(wanted)):
-            with quiet_sample() as sample:
-                laps = team.ask("step", name)
-            found[name].all.append(Sample.of(laps, sample.quiet))
+            found[name].all.append(one(team, name))
             speed.probes.append(found[name].all[-1].probe)
     return found

@@ -87,7 +87,7 @@ def _serve(line, rank, ranks, port, make, options):
             method, arguments = line.recv()
             line.send((True, getattr(worker, method)(*arguments)))
     except EOFError:  # the conductor is done, or gone
-        pass
+        worker.close()
     except Exception:
         with suppress(BrokenPipeError):  # another rank's failure came first
             line.send((False, traceback.format_exc()))

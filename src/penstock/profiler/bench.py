@@ -1,7 +1,7 @@
 """All stages of a split in this process, and a mini-batch run through them as an engine would, every operation timed.
 
-Stage after stage forward, then back: so each finds in the caches what it would find there in a pipeline, which is
-hardly ever itself.
+Stage after stage forward, then back, with another micro-batch in between: so each finds in the caches what it would find
+there in a pipeline, which is hardly ever itself, and memory is handed out as there.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class Bench:
         for stage, recipes in zip(self.stages, self.recipes, strict=True):
             stage.reweigh = recipes if newest else None
         seen = min(self.batch.count, SEEN)
-        for part in range(seen):
-            self._micro_batch(part, apart)
+        self._in_flight(seen, apart)
         self.norms.forget()
         read = self.laps.read()
         return {op: self._means(read, op, seen) for op in ((Op.F, Op.I, Op.W) if apart else (Op.F, Op.B))}
@@ -93,8 +92,8 @@ class Bench:
         self._clear()
         heaps = [Heap((*self.split.model.parameters(), *self.split.model.buffers())) for _ in self.stages]
         late = [0] * len(self.stages)
-        self._micro_batch(0, False, heaps)
-        self._micro_batch(0, True, late=late)
+        self._micro_batch(False, heaps)
+        self._micro_batch(True, late=late)
         self.laps.read()
         self.norms.forget()
         return [Kept(heap.bytes, held) for heap, held in zip(heaps, late, strict=True)]
@@ -110,15 +109,25 @@ class Bench:
         for stage in self.stages:
             stage.drop()
 
-    def _micro_batch(
-        self, part: int, apart: bool, heaps: list[Heap] | None = None, late: list[int] | None = None
-    ) -> None:
-        batch = self.batch
-        job = Job(part, 0, batch.args, batch.kwargs, batch.rows, self.path, batch.finish, part=part)
+    def _in_flight(self, count: int, apart: bool) -> None:
+        """So many micro-batches; each goes back when the next one has gone forward."""
+        jobs = [self._job(part) for part in range(count)]
+        for before, job in zip((None, *jobs), (*jobs, None), strict=True):
+            if job is not None:
+                self._forwards(job, apart)
+            if before is not None:
+                self._backwards(before, apart)
+
+    def _micro_batch(self, apart: bool, heaps: list[Heap] | None = None, late: list[int] | None = None) -> None:
+        job = self._job(0)
         self._forwards(job, apart, heaps)
         self._backwards(job, apart, late)
 
-    def _forwards(self, job: Job, apart: bool, heaps: list[Heap] | None) -> None:
+    def _job(self, part: int) -> Job:
+        batch = self.batch
+        return Job(part, 0, batch.args, batch.kwargs, batch.rows, self.path, batch.finish, part=part)
+
+    def _forwards(self, job: Job, apart: bool, heaps: list[Heap] | None = None) -> None:
         values: Values = {}
         for stage in self.stages:
             received = {value: values[value] for value in self.path.incoming[stage.index]}
@@ -128,7 +137,7 @@ class Bench:
             made, _ = self.laps.run((Op.F, stage.index, job.part), work)
             values.update(made)
 
-    def _backwards(self, job: Job, apart: bool, late: list[int] | None) -> None:
+    def _backwards(self, job: Job, apart: bool, late: list[int] | None = None) -> None:
         gradients: Values = {}
         for stage in reversed(self.stages):
             at = stage.index
