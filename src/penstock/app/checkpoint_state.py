@@ -3,6 +3,7 @@
     model.<name>                a parameter or a buffer
     optimizer.<name>.<key>      a tensor that the optimizer keeps for a parameter
     gradients.<name>            the sum of an accumulation that is not finished
+    drift, step                 see checkpoint_drift
 
 All else is told in plain values. A weight that several stages use is written by the rank of the stage that owns it.
 """
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from penstock.app.checkpoint_drift import drift_of, take_drift, wanted_drift
 from penstock.app.checkpoint_files import Records
 from penstock.app.checkpoint_groups import fitting, scheduler_of, settings_of, told_groups
 from penstock.app.checkpoint_random import random_states, set_random_states
@@ -38,7 +40,8 @@ def tensors_of(pipe: Pipeline) -> Tensors:
     for name, key, value in _kept(pipe):
         if isinstance(value, torch.Tensor):
             found[f"optimizer.{name}.{key}"] = value.detach()
-    return found | {f"gradients.{names[parameter]}": total for parameter, total in pipe.optimizers.sums.items()}
+    found |= {f"gradients.{names[parameter]}": total for parameter, total in pipe.optimizers.sums.items()}
+    return found | drift_of(pipe)
 
 
 def facts_of(pipe: Pipeline) -> Facts:
@@ -107,7 +110,7 @@ class Loading:
         if self.pipe.optimizers.make is not None:
             names += [f"optimizer.{name}.{key}" for name in owned for key, told in self._kept(name) if not told]
             names += [f"gradients.{name}" for name in owned if f"gradients.{name}" in self.records]
-        return {name: self.records[name] for name in names}
+        return {name: self.records[name] for name in names} | wanted_drift(self.pipe, self.records)
 
     def prepare(self, tensors: Tensors) -> None:
         """Put together what the optimizers will be given."""
@@ -136,6 +139,7 @@ class Loading:
             scheduler.load_state_dict(state)
         if parts.make is not None:
             self._take_accumulated()
+        take_drift(self.pipe, self.tensors)
         self.pipe.index = self.step
         rank = self.pipe.crew.world.rank
         set_random_states(self.random[rank if rank < len(self.random) else 0], self.pipe.device)

@@ -75,5 +75,8 @@ class Steps:
 
     def restart(self) -> None:
         """A new run begins with the newest version as its first."""
-        last = self.by_version.get(self.newest)
+        self.resume(self.by_version.get(self.newest))
+
+    def resume(self, last: list[Tensor] | None) -> None:
+        """A new run begins with a version that this step has led to."""
         self.by_version, self.newest = ({} if last is None else {0: last}), 0

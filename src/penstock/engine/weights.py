@@ -70,7 +70,7 @@ class Weights:
                     mine.append(Held(stage, group.owner, shared[group.number], group, far))
             self.held[stage] = mine
         self.users: dict[Versions, list[Held]] = {}
-        for held in self._every():
+        for held in self.every():
             self.users.setdefault(held.versions, []).append(held)
         self.newest = self.endless.shape.law is Law.NEWEST
         self._watch_drift()
@@ -82,7 +82,7 @@ class Weights:
         self.total: int | None = None  # micro-batches in all, as soon as that is known
         self.live: dict[tuple[int, int], list[Key]] = {}
         self.level = False  # a mini-batch by itself: its backward finds the very weights of its forward
-        for held in self._every():
+        for held in self.every():
             held.seen = 0
             held.versions.restart()
             if held.steps is not None:
@@ -92,7 +92,7 @@ class Weights:
 
     def end(self) -> None:
         """All is drained: copies take up what is left to be heard."""
-        for held in self._every():
+        for held in self.every():
             if held.owner != held.stage:
                 self._bring(held, -(-(self.total or 0) // self.endless.shape.microbatches))
             held.versions.show_newest()
@@ -137,7 +137,7 @@ class Weights:
     def bytes(self) -> dict[int, int]:
         """Of all versions, by the stage that owns them, or that has a copy."""
         found = dict.fromkeys(self.own, 0)
-        for versions, stage in {held.versions: held.stage for held in reversed(list(self._every()))}.items():
+        for versions, stage in {held.versions: held.stage for held in reversed(list(self.every()))}.items():
             found[stage] += versions.bytes
         return found
 
@@ -242,12 +242,13 @@ class Weights:
         held.steps.trim(self._oldest_of(held))
 
     def _watch_drift(self) -> None:
-        for held in self._every():
+        for held in self.every():
             between = self.endless.delay(held.stage) - self.endless.delay(held.stage, Op.B)
             if self.remedy.decay is not None and between > 0:
                 held.drift = Drift(held.versions.parameters, between, self.remedy.decay)
             if self.remedy.ahead:
                 held.steps = Steps(held.versions.parameters)
 
-    def _every(self) -> Iterable[Held]:
+    def every(self) -> Iterable[Held]:
+        """All weights of this process, once for each stage that uses them."""
         return (held for mine in self.held.values() for held in mine)
