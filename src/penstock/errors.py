@@ -53,3 +53,7 @@ class RankError(PenstockError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class LeftAlone(RankError):
+    """This rank has left a training loop that others go on with."""

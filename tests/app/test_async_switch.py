@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 import penstock
 import recursion_models
 from penstock import InputError
-from segments import ADAMW, WITHIN, Method, Recursion, off, pipeline, trained, weights
+from segments import ADAMW, SGD, WITHIN, Method, Recursion, off, pipeline, trained, weights
 
 torch.set_num_threads(1)
 
@@ -127,6 +127,37 @@ def test_a_scheduler_that_watches_the_loss_sees_that_of_the_mini_batch(method):
     losses = trained(pipe, model.batches(7, rows=4))
     for scheduler in pipe.optimizers.schedulers:
         assert scheduler.seen == pytest.approx(losses, abs=1e-14)
+
+
+@pytest.mark.parametrize("first", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("call", ["save", "state_dict", "evaluate", "forward"])
+def test_other_calls_inside_a_mini_batch_are_refused(first, call, tmp_path):
+    both = Both(Method(first, 2))
+    given, loss, caught = {"save": [tmp_path / "here"], "state_dict": []}.get(call, [[]]), both.pipe.loss, []
+
+    def calling(out, target):
+        if not caught:
+            with pytest.raises(InputError, match="between two mini-batches, but got one inside a mini-batch"):
+                getattr(both.pipe, call)(*given)
+            caught.append(True)
+        return loss(out, target)
+
+    both.pipe.loss = calling
+    both.train(4)
+    assert caught
+    both.same()
+
+
+def test_t1_and_t3_count_from_the_switch():
+    """As if the training had begun there: on weights and an optimizer without history the same bits."""
+    model = recursion_models.chain(3, width=3)
+    late, fresh = (pipeline(model, Method("1f1b", 1), SGD) for _ in range(2))
+    batches = list(model.batches(16, rows=4))
+    late.index = 7  # of a training before
+    for pipe in (late, fresh):
+        pipe.switch("pipemare", microbatches=1, t1=6, t3=2)
+        trained(pipe, batches)
+    assert off(weights(late), weights(fresh)) == 0
 
 
 @pytest.mark.parametrize("first", ["1f1b", "pipedream"])

@@ -133,7 +133,8 @@ def fail(how: str, rank: int, ranks: int) -> None:
     model, loss, batches, cuts = model_of("chain", ranks)
     pipe = penstock.Pipeline(
         model, example=batches[0][0][:2], stages=ranks, cuts=cuts, schedule="pipedream", microbatches=1, loss=loss,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1), verify=False, timeout=5,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1), verify=False,
+        timeout=5 if how in ("leave", "raise") else 90,
     )  # fmt: skip
     calls = []
 
@@ -147,6 +148,10 @@ def fail(how: str, rank: int, ranks: int) -> None:
     for record in pipe.train(batches):
         if how == "leave" and record.index == 2 + rank:  # the second rank goes on for one more
             break
+        if how == "early" and rank == 1 and record.index == 2:
+            break
+        if how == "throw" and rank == 0 and record.index == 2:
+            raise KeyError("in the body")
     pipe.close()
 
 
@@ -154,7 +159,8 @@ def main(file: str, how: str = "") -> None:
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     print(f"rank {rank} begins as {os.getpid()}", flush=True)
-    found = {f"{transport}: {name}": run(name, ranks, transport) for name, transport in cases(ranks)}
+    every = cases(ranks) if how not in ("early", "throw") else []
+    found = {f"{transport}: {name}": run(name, ranks, transport) for name, transport in every}
     if rank == 0:
         Path(file).write_text(json.dumps(found))
     if how:

@@ -32,7 +32,22 @@ def test_two_ranks_over_shared_memory_and_gloo_then_one_leaves_its_loop_at_anoth
         assert run.wait(300) != 0
     same_as_inline(tmp_path / "found.json", 2)
     words = "expected ranks that end their training loops at the same mini-batch, but got 4 taken in on rank 0 and 5 on"
-    assert re.search(rf"rank \d failed.*{words} rank 1; leave the loop", run.said), run.said
+    ends = rf"rank \d failed.*{words} rank 1; leave the loop"
+    assert re.search(rf"{ends}|rank 0 has left its training loop.*, but rank 1 goes on", run.said), run.said
+
+
+def test_what_throws_one_rank_out_of_its_loop_ends_all_at_once(tmp_path):
+    with launched(tmp_path, 2, str(tmp_path / "found.json"), "throw", script=async_bits.__file__) as run:
+        assert run.wait(60) != 0  # far below the time that ranks wait for each other
+    assert re.search(r"rank 0 failed: KeyError: 'in the body'", run.said), run.said
+    assert run.said.index("KeyError") < run.said.index("rank 1 stops"), run.said
+    assert run.said.count("Traceback (most recent") == 1, run.said
+
+
+def test_one_rank_that_breaks_early_is_told_by_the_others(tmp_path):
+    with launched(tmp_path, 2, str(tmp_path / "found.json"), "early", script=async_bits.__file__) as run:
+        assert run.wait(60) != 0
+    assert re.search(r"rank 1 has left its training loop.*, but rank 0 goes on: every rank has to", run.said), run.said
 
 
 def test_three_ranks_then_a_stage_raises_in_mid_flight(tmp_path):

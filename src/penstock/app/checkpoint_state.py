@@ -64,6 +64,7 @@ def facts_of(pipe: Pipeline) -> Facts:
             "torch": torch.__version__,
             "scale": optimizers.scale if optimizers.fp16 else None,
             "good": optimizers.good,
+            "since": None if pipe.stream is None else pipe.stream.rounds.since,
             "accumulated": {"weight": optimizers.weight, "steps": optimizers.steps, "unit": optimizers.unit},
         },
         "kinds": _kinds(pipe),
@@ -140,6 +141,9 @@ class Loading:
         if parts.make is not None:
             self._take_accumulated()
         take_drift(self.pipe, self.tensors)
+        if self.pipe.stream is not None:
+            same = self.facts["layout"]["schedule"] == self.pipe.schedule.shape.name
+            self.pipe.stream.rounds.since = int(self.facts.get("since") or 0) if same else self.step
         self.pipe.index = self.step
         rank = self.pipe.crew.world.rank
         set_random_states(self.random[rank if rank < len(self.random) else 0], self.pipe.device)

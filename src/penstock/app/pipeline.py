@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from penstock.app.assemble import Assembled, assemble
+from penstock.app.checkpoint_drift import take_drift
 from penstock.app.crew import require_agreement
 from penstock.app.equip import Equipped, choose, describe, equip
 from penstock.app.first_loss import Compared, warn_coupled, warn_hidden
@@ -124,6 +125,7 @@ class Pipeline:
         self.stream: Stream | None = None
         if equipped.rounds is not None:
             assert isinstance(self.engine, (InlineStream, WorkerStream))
+            equipped.rounds.since = self.index
             self.stream = Stream(self, self.engine, equipped.rounds, equipped.remedies.t3)
 
     def step(self, inputs: Any, target: Any = None) -> Step:
@@ -180,7 +182,13 @@ class Pipeline:
 
     def settle(self) -> None:
         """Train to its end what is in flight: all weights are then the newest. Synchronous schedules leave nothing."""
-        if self.stream is not None and not self.working:
+        if self.working:
+            raise InputError(
+                "a save, a load, an evaluation or a forward between two mini-batches",
+                "one inside a mini-batch",
+                "call it when the step is over",
+            )
+        if self.stream is not None:
             self.stream.drain()
 
     def evaluate(self, loader: Iterable[tuple[Any, Any]] | None) -> float:
@@ -216,6 +224,7 @@ class Pipeline:
         """Load the whole model's state; each rank takes what its stages need."""
         self.settle()
         take_state(self.split, state)
+        take_drift(self, {})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the training state to a new directory, between two steps; every rank has to call."""

@@ -50,6 +50,7 @@ class Rounds:
     mail: TieMail
     last: int  # stage
     rate: Rate | None = None
+    since: int = 0  # mini-batches of the training before this schedule: T1 and T3 count from there
     waiting: dict[tuple[int, int], Round] = field(default_factory=dict)  # by stage and version
     norms: dict[int, float] = field(default_factory=dict)  # of all gradients, by round: the first stage knows
     overflows: dict[int, float] = field(default_factory=dict)  # scales, by stage
@@ -179,7 +180,7 @@ class Rounds:
         """PipeMare's T1, for this update and what is forecast from it: schedulers see the rate that the user asked
         for."""
         optimizer = self.optimizers.optimizers.get(stage)
-        factor = 1.0 if self.rate is None or self.level else self.rate(stage, step)
+        factor = 1.0 if self.rate is None or self.level else self.rate(stage, step - self.since)
         if factor == 1.0 or optimizer is None:
             yield
             return

@@ -20,7 +20,7 @@ import torch
 
 from penstock.app.rounds import Rounds
 from penstock.engine.stream import InlineStream, WorkerStream
-from penstock.errors import InputError
+from penstock.errors import InputError, LeftAlone
 from penstock.model.loss import Total
 from penstock.model.seeding import random_states_kept
 from penstock.model.stage import Job
@@ -66,6 +66,8 @@ class Stream:
                 raise
             try:
                 self._leave(mine)
+            except LeftAlone as error:  # what threw this rank out of its loop comes first
+                self.late = error
             except BaseException as error:  # which Python only prints when a loop is left by `break`
                 self.late = error
                 raise
@@ -89,7 +91,8 @@ class Stream:
         if not self.flowing:
             return
         with self._guarded():
-            self._require_same_end()
+            with self.engine.leaving(self.fed):
+                self._require_same_end()
             self.engine.weights.total = self.fed * self.endless.shape.microbatches
             self.engine.run([self.endless.rest(slot, self.passes, self.fed) for slot in self.engine.slots])
             self._meet()
@@ -99,7 +102,7 @@ class Stream:
 
     def _goes_on(self, batches: Iterator[tuple[Any, Any]]) -> bool:
         """Train until the next record; False when there is no more."""
-        if self.pipe.index < self.first:
+        if self.pipe.index < self.rounds.since + self.first:
             batch = next(batches, None)
             if batch is not None:
                 self._alone(*batch)
@@ -167,6 +170,7 @@ class Stream:
             self._start()
         self.batches[self.fed] = jobs
         self.fed += 1
+        self.engine.took_in(self.fed)
         self.engine.take(jobs)
 
     def _one_pass(self) -> None:

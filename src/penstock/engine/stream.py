@@ -7,6 +7,8 @@ so they give the same bits.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from penstock.core.action import Op
@@ -16,6 +18,7 @@ from penstock.engine.clock import RunClock
 from penstock.engine.inline import forward_all
 from penstock.engine.lanes import Lanes
 from penstock.engine.mailing import Mailing
+from penstock.engine.watch.board import Slot, place
 from penstock.engine.watch.watch import Watch
 from penstock.engine.weights import Weights
 from penstock.engine.worker import running
@@ -83,6 +86,14 @@ class Streaming:
 
     def close(self) -> None:
         """Let go of what others wait for."""
+
+    def took_in(self, fed: int) -> None:
+        """So many mini-batches since the run began."""
+
+    @contextmanager
+    def leaving(self, fed: int) -> Iterator[None]:
+        """Around what finds out whether all ranks end the run behind that many mini-batches."""
+        yield
 
     def compute(self, row: Row) -> None:
         job, stage = self.acting.jobs[row.microbatch], self.acting.stages[row.stage]
@@ -205,3 +216,13 @@ class WorkerStream(Streaming):
 
     def close(self) -> None:
         self.lanes.close()
+
+    def took_in(self, fed: int) -> None:
+        self.watch.board.page[Slot.FED] = place(self.lanes.runs, fed)
+
+    @contextmanager
+    def leaving(self, fed: int) -> Iterator[None]:
+        page = self.watch.board.page
+        page[Slot.LEAVING] = place(self.lanes.runs, fed)
+        yield
+        page[Slot.LEAVING] = 0  # not where it failed: the others shall see it

@@ -1,7 +1,7 @@
 """All stages of a split in this process, and a mini-batch run through them as an engine would, every operation timed.
 
-Stage after stage forward, then back, with another micro-batch in between: so each finds in the caches what it would find
-there in a pipeline, which is hardly ever itself, and memory is handed out as there.
+Stage after stage forward, then back, with another micro-batch in between: so each finds in the caches what it would
+find there in a pipeline, which is hardly ever itself, and memory is handed out as there.
 """
 
 from __future__ import annotations

@@ -44,9 +44,21 @@ class Slot(IntEnum):
     PEER = 9
     WAIT_SINCE = 10
     COLLECTIVES = 11
+    FED = 12  # a place in a run without a flush: see `place`
+    LEAVING = 13  # the place where it ends that run; 0 while it does not
 
 
 _ROW = struct.Struct(f"={Slot.BEAT - Slot.OP}q")  # a row, since when, and that it does not wait
+
+
+def place(run: int, fed: int) -> int:
+    """Of a rank in a run without a flush: the run's number, and the mini-batches that were taken in."""
+    return run << 32 | fed
+
+
+def beyond(fed: int, leaving: int) -> bool:
+    """Whether a rank has gone on where another has left: by then both can only be at different points of the loop."""
+    return leaving > 0 and fed > leaving and fed >> 32 == leaving >> 32
 
 
 class Board:

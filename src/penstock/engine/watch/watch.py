@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from penstock.engine.transport.lane import ClosedLane
 from penstock.engine.watch.blame import blame, table
-from penstock.engine.watch.board import EVERYBODY, Board, Page, Slot, State
+from penstock.engine.watch.board import EVERYBODY, Board, Page, Slot, State, beyond
 from penstock.engine.watch.courier import HASTE, LINGER, Courier
 from penstock.engine.watch.failure import Failure, full_traceback, leave_for_torchrun, one_line
 from penstock.engine.watch.monitor import Monitor
@@ -23,7 +23,7 @@ from penstock.engine.watch.patience import Patience
 from penstock.engine.watch.sight import Sight, look
 from penstock.engine.watch.speak import flush, say
 from penstock.engine.watch.stacks import main_stack
-from penstock.errors import PenstockError, RankError
+from penstock.errors import LeftAlone, PenstockError, RankError
 
 GRACE = 3.0  # seconds in which the main thread has to come to a failure
 LAST = 4.0  # seconds after which it has to have ended
@@ -31,6 +31,13 @@ NEWS = 1.0  # seconds that a broken connection waits for its cause
 FIRST = 0.7  # seconds in which the rank at fault has to have ended
 AGENT = 0.25  # seconds in which torchrun finds that
 FAR_NEWS = 2.2  # the same where it may have to come from another host
+
+
+SAME = "every rank has to leave, evaluate, save and switch at the same record"
+
+
+def _left(rank: int) -> str:
+    return f"rank {rank} has left its training loop, or evaluates, saves or switches in it"
 
 
 class Watch:
@@ -93,6 +100,7 @@ class Watch:
             self.board.wait(peer, int((now - waited) * 1e9))
         if self.failure is None:
             self._check_ended(peer, now)
+            self._check_together()
         if self.failure is None and self.patience.counted(now, waited) > self.timeout:
             self._time_out(peer, waited)
         if self.failure is not None:
@@ -220,6 +228,16 @@ class Watch:
                     self._declare(
                         Failure(rank, f"rank {rank} has ended, but rank {self.rank} waits for it{self._place()}")
                     )
+
+    def _check_together(self) -> None:
+        """A rank of this host that has left a run without a flush, where another goes on. It may have been thrown out
+        of its loop: then it says so in a moment, and that is the cause."""
+        mine = self.board.page
+        for rank, page in self.pages.items():
+            if beyond(page[Slot.FED], mine[Slot.LEAVING]):
+                raise LeftAlone(f"{_left(self.rank)}, but rank {rank} goes on: {SAME}", self.rank)
+            if beyond(mine[Slot.FED], page[Slot.LEAVING]) and not self.news.wait(NEWS):
+                self._declare(Failure(rank, f"{_left(rank)}, but rank {self.rank} goes on: {SAME}"))
 
     def _has_ended(self, rank: int) -> bool:
         if rank in self.pages:
