@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.app.checkpoint_files import Records
 from penstock.engine.weights import Held
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a pipeline imports this file, and has to do without torch's checkpoints: they take long to import
+    from penstock.app.checkpoint_files import Records
     from penstock.app.pipeline import Pipeline
 
 Tensors = dict[str, torch.Tensor]
