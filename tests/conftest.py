@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs beside it; children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--device") != "cpu":
         import torch
 

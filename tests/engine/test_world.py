@@ -39,6 +39,20 @@ for _ in range(100):
 print("gather", (time.perf_counter() - began) / 100)
 """
 
+ENDS = """
+import sys
+from penstock.engine.world import join
+world = join()
+left = 0
+for _ in range(300):
+    for _ in range(3):
+        world.gather(b"x")
+    left += max(sys.getrefcount(tensor) for tensor in world.rows._short) > 3
+    world.rows.let_go()
+    assert max(sys.getrefcount(tensor) for tensor in world.rows._short) == 3
+print("left", left)
+"""
+
 USERS_OWN = """
 import torch, torch.distributed as dist
 from penstock.engine.world import join
@@ -80,6 +94,16 @@ def test_bytes_of_unequal_sizes_between_all(tmp_path):
         assert run.wait() == 0, run.said
         assert run.said == ""
         assert len(run.out.read_text().split("gather")) == 4
+
+
+def test_nothing_is_in_the_hands_of_gloos_threads_at_the_end(tmp_path):
+    """They let go of a collective a moment after it is done, and a process that ends within that moment is aborted."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    for attempt in range(4):
+        with launched(tmp_path / str(attempt), 2, script=str(script)) as run:
+            assert run.wait() == 0, run.said
+            assert run.said == ""
 
 
 def test_a_process_group_of_the_users_own_is_left_alone(tmp_path):

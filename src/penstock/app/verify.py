@@ -92,7 +92,7 @@ def _in_parts(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], devic
             for stage in reversed(range(split.pieces)):
                 acting.act(Op.B, stage, 0)
         found = gradients()
-        total = acting.results[0].total
+        total = acting.results[0].value
     return found | {"": total.detach().to(next((g.dtype for g in found.values()), total.dtype))}
 
 

@@ -1,7 +1,8 @@
 """Bytes of memory that this process has, and has had at most, by the books of whoever hands memory out.
 
 The host's books are the kernel's: its high-water mark can be set back to what there is now, so that a mark from before
-the training does not hide the training's own. A GPU's are those of torch's allocator.
+the training does not hide the training's own. Files that are mapped, libraries' code above all, are left out: how much
+of them is in memory is up to the kernel. A GPU's are those of torch's allocator.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Mark:
     def begin(self) -> None:
         if not self._cuda:
             _give_back()
-        self.base = torch.cuda.memory_allocated(self.device) if self._cuda else resident()
+        self.base = torch.cuda.memory_allocated(self.device) if self._cuda else resident() - _status("RssFile")
 
     def restart(self) -> None:
         """Forget the mark so far."""
@@ -54,7 +55,7 @@ class Mark:
 
     def added(self) -> int:
         """The most bytes since the restart, over those at the begin."""
-        most = torch.cuda.max_memory_allocated(self.device) if self._cuda else _status("VmHWM")
+        most = torch.cuda.max_memory_allocated(self.device) if self._cuda else _status("VmHWM") - _status("RssFile")
         return most - self.base
 
     @property
@@ -69,10 +70,12 @@ def _give_back() -> None:
 
 
 def _status(name: str) -> int:
-    """Linux's own books: getrusage there begins with what the parent process had."""
+    """Linux's own books: getrusage there begins with what the parent process had. Elsewhere, the mark."""
     if STATUS.exists():
         for line in STATUS.read_text().splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
+    if name == "RssFile":
+        return 0
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024

@@ -118,7 +118,7 @@ class Streaming:
     def _note_loss(self, job: Job) -> None:
         loss = self.acting.made[job.number]
         assert isinstance(loss, Loss)
-        job.words.total, job.words.weight = float(loss.total), float(loss.weight)
+        job.words.total, job.words.weight = loss.total, float(loss.weight)
         if job.words.weight:  # a micro-batch may have nothing to score; the mini-batch is looked at when it is over
             Total(job.words.total, job.words.weight).require_usable()
 

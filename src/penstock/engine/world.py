@@ -20,14 +20,13 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from penstock.engine.host import LOOPBACK, identity, interface_to
 from penstock.engine.meeting import Announcement, Place, connect, meet, patiently, place
+from penstock.engine.rows import HEAD, SHORT, Rows, data_of, length
 from penstock.engine.watch.board import EVERYBODY, Slot
 from penstock.engine.watch.hooks import install
 from penstock.engine.watch.parent import follow_parent
 from penstock.engine.watch.watch import Watch
 from penstock.errors import RankError
 
-SHORT = 1024  # bytes, with eight for the length: what one collective carries
-HEAD = 8
 TICK = timedelta(seconds=0.2)
 
 
@@ -41,36 +40,38 @@ class World:
     store: Store
     group: dist.ProcessGroup
     watch: Watch
+    rows: Rows
 
     def gather(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, in the order of the ranks. Every rank has to call; the sizes may differ."""
-        rows = self._all_gather(_packed(data, SHORT))
-        sizes = [_length(row) for row in rows]
+        rows = self._all_gather(data, SHORT)
+        sizes = [length(row) for row in rows]
         if max(sizes) > SHORT - HEAD:
-            rows = self._all_gather(_packed(data, max(sizes) + HEAD))
-        return [_bytes(row, size) for row, size in zip(rows, sizes, strict=True)]
+            rows = self._all_gather(data, max(sizes) + HEAD)
+        return [data_of(row, size) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast(self, data: bytes | None, source: int) -> bytes:
         """The bytes of one rank, on every rank. Every rank has to call."""
         if self.rank == source and data is None:
             raise TypeError("the source of a broadcast has to give its bytes")
         mine = data if data is not None and self.rank == source else b""
-        row = self._broadcast(_packed(mine, SHORT), source)
-        size = _length(row)
+        row = self._broadcast(mine, SHORT, source)
+        size = length(row)
         if size > SHORT - HEAD:
-            row = self._broadcast(_packed(mine, size + HEAD), source)
-        return _bytes(row, size)
+            row = self._broadcast(mine, size + HEAD, source)
+        return data_of(row, size)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         self.gather(b"")
 
-    def _all_gather(self, row: torch.Tensor) -> list[torch.Tensor]:
-        rows = [torch.empty_like(row) for _ in range(self.size)]
+    def _all_gather(self, data: bytes, size: int) -> list[torch.Tensor]:
+        row, rows = self.rows.packed(data, size)
         self._finish(dist.all_gather(rows, row, group=self.group, async_op=True))
         return rows
 
-    def _broadcast(self, row: torch.Tensor, source: int) -> torch.Tensor:
+    def _broadcast(self, data: bytes, size: int, source: int) -> torch.Tensor:
+        row, _ = self.rows.packed(data, size)
         self._finish(dist.broadcast(row, group=self.group, async_op=True, group_src=source))
         return row
 
@@ -126,7 +127,7 @@ def _join(until: float) -> World | None:
     install(watch, _part)
     _choose_interface(hosts, here)
     group = _make_group(store, rank, size, mine, _within(watch, until))
-    world = World(rank, size, hosts, store, group, watch)
+    world = World(rank, size, hosts, store, group, watch, Rows(size))
     watch.running()
     world.barrier()
     return world
@@ -171,25 +172,10 @@ def _part() -> None:
     """Close the connections in order: left to the end of the process, their threads may outlive what they use."""
     global _world
     if _world is not None:
+        _world.rows.let_go()
         group, _world = _world.group, None
         if dist.is_initialized():
             dist.destroy_process_group(group)
-
-
-def _packed(data: bytes, size: int) -> torch.Tensor:
-    row = bytearray(size)
-    row[:HEAD] = len(data).to_bytes(HEAD, "little")
-    kept = data[: size - HEAD]
-    row[HEAD : HEAD + len(kept)] = kept
-    return torch.frombuffer(row, dtype=torch.uint8)
-
-
-def _length(row: torch.Tensor) -> int:
-    return int.from_bytes(_bytes(row[:HEAD], HEAD, 0), "little")
-
-
-def _bytes(row: torch.Tensor, size: int, start: int = HEAD) -> bytes:
-    return row[start : start + size].numpy().tobytes()
 
 
 def _timed_out(error: RuntimeError) -> bool:

@@ -34,12 +34,12 @@ def own_loss(find: Callable[[], Any], since: int, given: Any, others: dict[tuple
     with _unread(others):
         found = find()
     if isinstance(found, Loss):
-        _require_newer(found.total, since, {tensor.grad_fn for tensor in tree.tensors(given)})
+        _require_newer(found.value, since, {tensor.grad_fn for tensor in tree.tensors(given)})
     return found
 
 
-def _require_newer(total: torch.Tensor, since: int, met: set[Any]) -> None:
-    left = [total.grad_fn]
+def _require_newer(value: torch.Tensor, since: int, met: set[Any]) -> None:
+    left = [value.grad_fn]
     while left:
         node = left.pop()
         if node is None or node in met or type(node).__name__ == "AccumulateGrad":

@@ -136,7 +136,8 @@ class Stage:
         graph = self._record_again(job, kept) if isinstance(kept, _Inputs) else kept
         roots = [(tensor, gradients[value]) for value, tensor in graph.made.items() if value in gradients]
         if graph.loss is not None:
-            roots.append((graph.loss.total, torch.full_like(graph.loss.total, job.root)))
+            loss = graph.loss
+            roots.append((loss.value, torch.full_like(loss.value, job.root * loss.times)))
         if graph.queue is not None:
             self.queues[job.number] = graph.queue
         if roots:
@@ -251,4 +252,4 @@ def _run_backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor
 
 
 def _detached(result: Any) -> Any:
-    return Loss(result.total.detach(), result.weight) if isinstance(result, Loss) else result
+    return result._replace(value=result.value.detach()) if isinstance(result, Loss) else result
