@@ -12,6 +12,7 @@ from penstock.core.check import Proven, prove
 from penstock.core.cluster import Cluster
 from penstock.core.cost import plan_costs
 from penstock.core.fold import folded, folded_costs
+from penstock.core.peaks import peaks
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.timeline import Timeline
@@ -33,12 +34,12 @@ class Scorer:
         seconds = lines[0].makespan
         if len(lines) > 1:
             seconds = (lines[1].makespan - seconds) / (len_of(lines[1]) - len_of(lines[0]))
-        memory = lines[-1].memory
-        assert memory is not None  # it has costs
-        peaks = memory.peak(lines[-1].schedule)
+        longest, costs = lines[-1].schedule, lines[-1].costs
+        assert costs is not None  # the clock was given some
+        held = peaks(longest, costs)
         ranks = [min(self.cluster.devices[d].memory for slot in rank for d in slot) for rank in plan.devices]
-        rooms = np.array(ranks)[lines[-1].schedule.shape.slot_rank]
-        return Scored(float(seconds), float((peaks - rooms - 1e-6 * peaks).max()))
+        rooms = np.array(ranks)[longest.shape.slot_rank]
+        return Scored(float(seconds), float((held - rooms - 1e-6 * held).max()))
 
     def _batches(self, plan: Plan) -> tuple[int, ...]:
         if not METHODS[plan.schedule].asynchronous:
