@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import numpy as np
 
 from penstock.app.predict import some_batches
-from penstock.core.check import Proven, prove
+from penstock.app.proofs import Asked, Proofs
 from penstock.core.cluster import Cluster
 from penstock.core.cost import plan_costs
 from penstock.core.fold import folded, folded_costs
@@ -17,7 +14,7 @@ from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.timeline import Timeline
 from penstock.planners.search.find import Scored
-from penstock.schedules.registry import METHODS, schedule
+from penstock.schedules.registry import METHODS
 from penstock.simulator.simulate import clock
 
 
@@ -25,7 +22,7 @@ class Scorer:
     """Scores plans for one cluster, with the replicas of a rank as one slot where they all do the same."""
 
     def __init__(self, cluster: Cluster, folding: bool = True) -> None:
-        self.cluster, self.folding = cluster, folding
+        self.cluster, self.folding, self.proofs = cluster, folding, Proofs()
 
     def __call__(self, plan: Plan, profile: Profile) -> Scored:
         turns = METHODS[plan.schedule].asynchronous and plan.schedule != "2bw"
@@ -51,9 +48,8 @@ class Scorer:
         chain = {(s, s + 1) for s in range(len(plan.stages) - 1)}
         edges = tuple(sorted(chain | set(profile.crossing(plan.cuts))))
         replicas = plan.replicas if whole else folded(plan).replicas
-        proven = _proven(
-            plan.schedule, plan.ranks, plan.microbatches, batches, replicas, edges, plan.chunks, plan.options
-        )
+        asked = Asked(plan.schedule, plan.ranks, plan.microbatches, batches, replicas, edges, plan.chunks, plan.options)
+        proven = self.proofs.of(asked)
         shape = proven.schedule.shape
         if whole:
             return clock(proven, plan_costs(shape, profile, plan, self.cluster))
@@ -62,23 +58,3 @@ class Scorer:
 
 def len_of(line: Timeline) -> int:
     return line.schedule.shape.batches
-
-
-@lru_cache(maxsize=64)
-def _proven(
-    name: str,
-    stages: int,
-    microbatches: int,
-    batches: int,
-    replicas: tuple[int, ...],
-    edges: tuple[tuple[int, int], ...],
-    chunks: int,
-    options: tuple[tuple[str, Any], ...],
-) -> Proven:
-    asked: dict[str, Any] = dict(options)
-    if chunks > 1:
-        asked["chunks"] = chunks
-    built = schedule(
-        name, stages=stages, microbatches=microbatches, batches=batches, replicas=replicas, edges=edges, **asked
-    )
-    return prove(built)

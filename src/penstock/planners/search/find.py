@@ -37,7 +37,7 @@ DOUBT = 1.12  # a guess this much above the best is not looked at
 LOOKS = 32  # guesses of a method that are simulated at most
 HOPELESS = 1.5  # a method whose guesses are all this much above the best plan: none takes less than 0.7 of its guess
 GLANCES = 4  # its guesses that are simulated, to tell what it loses
-CHANGES = 160  # plans simulated while climbing, at most
+CHANGES = 640  # plans simulated while climbing, at most
 STARTS = 2
 
 
