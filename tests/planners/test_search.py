@@ -120,6 +120,35 @@ def test_two_replicas_stand_for_all(seed):
     assert whole.seconds == pytest.approx(seconds_of(one, profile, cluster), rel=1e-12)
 
 
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_two_slots_stand_for_all_where_a_rank_has_two_stages(replicas):
+    """The first stage's reduction runs beside the second one's backwards."""
+    profile = random_profile(Random(replicas), 6)
+    cluster = Cluster.uniform((Level("link", 2 * replicas, 8.0, 0.25),), Device("d", 1e4))
+    stages = tuple(StagePlan(a, b - 1) for a, b in ((0, 1), (1, 3), (3, 4), (4, 6)))
+    devices = tuple(tuple((rank * replicas + k,) for k in range(replicas)) for rank in range(2))
+    one = Plan(stages, (0, 1, 0, 1), devices, "interleaved", 4)
+    folded, whole = Scorer(cluster)(one, profile), Scorer(cluster, folding=False)(one, profile)
+    assert folded.seconds == pytest.approx(whole.seconds, rel=1e-12)
+    assert folded.short == pytest.approx(whole.short, rel=1e-9)
+
+
+def test_a_method_that_cannot_win_is_glanced_at_and_told_of():
+    """Replicas of pipedream and pipemare would change the batch, so 6 of 32 devices work: no need to see how slowly."""
+    cluster, tried = Cluster.uniform((Level("inside", 8, 300e9), Level("between", 4, 25e9)), Device("d", 80e9)), []
+    judge = Scorer(cluster)
+
+    def evaluate(plan, profile):
+        tried.append(plan.schedule)
+        return judge(plan, profile)
+
+    found = search(layered(6, kept=1e8, weights=1e8), cluster, microbatches=32, evaluate=evaluate)
+    slow = {"pipedream", "pipemare"}
+    assert slow <= {runner.plan.schedule for runner in found.runners}
+    assert all(runner.seconds > 3 * found.seconds for runner in found.runners if runner.plan.schedule in slow)
+    assert all(1 <= tried.count(name) <= 4 for name in slow)
+
+
 def test_exact_is_said_where_no_order_of_devices_is_faster():
     """Devices that differ, and hosts, can be lined up in more ways than are tried."""
     for devices in (

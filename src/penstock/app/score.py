@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import numpy as np
 
 from penstock.app.predict import some_batches
-from penstock.core.check import Proven, prove
+from penstock.app.proofs import Asked, Proofs
 from penstock.core.cluster import Cluster
 from penstock.core.cost import plan_costs
 from penstock.core.fold import folded, folded_costs
+from penstock.core.peaks import peaks
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.timeline import Timeline
 from penstock.planners.search.find import Scored
-from penstock.schedules.registry import METHODS, schedule
+from penstock.schedules.registry import METHODS
 from penstock.simulator.simulate import clock
 
 
@@ -24,7 +22,7 @@ class Scorer:
     """Scores plans for one cluster, with the replicas of a rank as one slot where they all do the same."""
 
     def __init__(self, cluster: Cluster, folding: bool = True) -> None:
-        self.cluster, self.folding = cluster, folding
+        self.cluster, self.folding, self.proofs = cluster, folding, Proofs()
 
     def __call__(self, plan: Plan, profile: Profile) -> Scored:
         turns = METHODS[plan.schedule].asynchronous and plan.schedule != "2bw"
@@ -33,12 +31,12 @@ class Scorer:
         seconds = lines[0].makespan
         if len(lines) > 1:
             seconds = (lines[1].makespan - seconds) / (len_of(lines[1]) - len_of(lines[0]))
-        memory = lines[-1].memory
-        assert memory is not None  # it has costs
-        peaks = memory.peak(lines[-1].schedule)
+        longest, costs = lines[-1].schedule, lines[-1].costs
+        assert costs is not None  # the clock was given some
+        held = peaks(longest, costs)
         ranks = [min(self.cluster.devices[d].memory for slot in rank for d in slot) for rank in plan.devices]
-        rooms = np.array(ranks)[lines[-1].schedule.shape.slot_rank]
-        return Scored(float(seconds), float((peaks - rooms - 1e-6 * peaks).max()))
+        rooms = np.array(ranks)[longest.shape.slot_rank]
+        return Scored(float(seconds), float((held - rooms - 1e-6 * held).max()))
 
     def _batches(self, plan: Plan) -> tuple[int, ...]:
         if not METHODS[plan.schedule].asynchronous:
@@ -50,9 +48,8 @@ class Scorer:
         chain = {(s, s + 1) for s in range(len(plan.stages) - 1)}
         edges = tuple(sorted(chain | set(profile.crossing(plan.cuts))))
         replicas = plan.replicas if whole else folded(plan).replicas
-        proven = _proven(
-            plan.schedule, plan.ranks, plan.microbatches, batches, replicas, edges, plan.chunks, plan.options
-        )
+        asked = Asked(plan.schedule, plan.ranks, plan.microbatches, batches, replicas, edges, plan.chunks, plan.options)
+        proven = self.proofs.of(asked)
         shape = proven.schedule.shape
         if whole:
             return clock(proven, plan_costs(shape, profile, plan, self.cluster))
@@ -61,23 +58,3 @@ class Scorer:
 
 def len_of(line: Timeline) -> int:
     return line.schedule.shape.batches
-
-
-@lru_cache(maxsize=64)
-def _proven(
-    name: str,
-    stages: int,
-    microbatches: int,
-    batches: int,
-    replicas: tuple[int, ...],
-    edges: tuple[tuple[int, int], ...],
-    chunks: int,
-    options: tuple[tuple[str, Any], ...],
-) -> Proven:
-    asked: dict[str, Any] = dict(options)
-    if chunks > 1:
-        asked["chunks"] = chunks
-    built = schedule(
-        name, stages=stages, microbatches=microbatches, batches=batches, replicas=replicas, edges=edges, **asked
-    )
-    return prove(built)

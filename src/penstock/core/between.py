@@ -7,7 +7,7 @@ its own, or shares its group's way out and in where the level says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import lru_cache
 
 from penstock.core.cluster import Cluster
 from penstock.core.links import common_rows, ring_seconds
@@ -15,6 +15,11 @@ from penstock.core.links import common_rows, ring_seconds
 
 def hand_over(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> tuple[float, float]:
     """(seconds a byte of a whole micro-batch, latency): until the last receiver has its rows."""
+    return _hand_over(cluster, tuple(senders), tuple(receivers))
+
+
+@lru_cache(maxsize=8192)
+def _hand_over(cluster: Cluster, senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[float, float]:
     busy: dict[tuple[object, ...], float] = {}
     latency = 0.0
     for i, j, rows in common_rows(len(senders), len(receivers)):
@@ -34,6 +39,6 @@ def all_reduce(cluster: Cluster, members: Sequence[int]) -> tuple[float, float]:
     """(seconds a byte, latency) of an all-reduce over a ring of these devices."""
     if len(members) < 2:
         return 0.0, 0.0
-    level = cluster.levels[max(cluster.meeting_level(a, b) for a, b in pairwise(members))]
+    level = cluster.levels[cluster.meeting_level(min(members), max(members))]
     rate = level.reduce_rate(len(members))
     return ring_seconds(len(members), 1.0, rate), ring_seconds(len(members), 0.0, rate, level.reduce_wait)

@@ -116,6 +116,10 @@ class Cluster:
         """Equal devices throughout."""
         return cls((device or Device(),) * _room(levels), levels)
 
+    def __hash__(self) -> int:
+        """Of the levels alone: thousands of devices take long to look at."""
+        return hash(self.levels)
+
     @cached_property
     def spans(self) -> tuple[int, ...]:
         """Devices in a group of each level, and first the 1 of a device itself."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -158,7 +157,6 @@ def plan_costs(shape: Shape, profile: Profile, plan: Plan, cluster: Cluster) -> 
 
     A stage's copy to host memory is that of its slowest replica.
     """
-    layers = [profile.layers[stage.first : stage.last + 1] for stage in plan.stages]
     if plan.stages[-1].last != len(profile.layers) - 1:
         raise InputError(
             f"a plan of the profile's {len(profile.layers)} layers", plan.stages[-1].last + 1, "plan this profile"
@@ -174,8 +172,11 @@ def plan_costs(shape: Shape, profile: Profile, plan: Plan, cluster: Cluster) -> 
     if strangers:
         raise InputError(f"devices 0 to {len(cluster.devices) - 1} of the cluster", strangers, "correct the plan")
 
+    firsts = (0, *plan.cuts)
+
     def total(name: str) -> FloatArray:
-        return np.array([sum(getattr(layer, name) for layer in stage) for stage in layers], dtype=np.float64)
+        found: FloatArray = np.add.reduceat(profile.column(name), firsts)
+        return found
 
     crossing = profile.crossing(plan.cuts)
     lost = sorted(set(crossing) - set(shape.edges))
@@ -239,5 +240,5 @@ def _reduce_seconds(shape: Shape, stage: int, size: float, devices: Sequence[int
     members = [devices[shape.slot(stage, j)] for j in range(int(shape.stage_replicas[stage]))]
     if len(members) < 2:
         return 0.0
-    level = cluster.levels[max(cluster.meeting_level(a, b) for a, b in pairwise(members))]
+    level = cluster.levels[cluster.meeting_level(min(members), max(members))]
     return ring_seconds(len(members), size, level.reduce_rate(len(members)), level.reduce_wait)

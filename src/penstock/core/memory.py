@@ -19,8 +19,9 @@ import numpy as np
 from penstock.core.action import Op
 from penstock.core.cost import Costs, shares
 from penstock.core.links import FloatArray
-from penstock.core.schedule import BoolArray, Schedule
-from penstock.core.shape import Law
+from penstock.core.marks import Mark, MarkArray, marks
+from penstock.core.schedule import Schedule
+from penstock.core.shape import Shape
 
 
 class Kind(StrEnum):
@@ -37,85 +38,51 @@ ACTIVATION_KINDS = (Kind.ACTIVATIONS, Kind.HELD, Kind.RECOMPUTE)
 Changes = tuple[FloatArray, FloatArray]  # by row: change when it starts, change when it ends
 
 
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """What an action does to the activations of its slot, by (op, stage): when it starts, and when it ends.
+
+    `copy`, by stage, is room for a copy, from the first forward to the last backward of a stage that offloads.
+    """
+
+    kinds: dict[Kind, Changes]
+    copy: FloatArray
+
+
+def activation_tables(costs: Costs, share: FloatArray) -> Tables:
+    """`share`: the fraction of a micro-batch's rows that a replica of each stage handles."""
+    foot, away = costs.footprint, costs.offloads
+    full, late = foot.activations * share, foot.until_weight * share
+    kept = np.where(costs.recompute, foot.inputs * share, full)
+    begun, ended, remade, held = (np.zeros((len(Op), len(full))) for _ in range(4))
+    begun[[Op.F, Op.FB]], ended[[Op.B, Op.I]] = kept, -kept
+    begun[[Op.B, Op.I]], ended[[Op.F, Op.FB]] = np.where(away, kept, 0.0), np.where(away, -kept, 0.0)
+    remade[[Op.B, Op.I]] = full - kept
+    held[Op.I], held[Op.W] = late, -late
+    kinds = {
+        Kind.ACTIVATIONS: (begun, ended),
+        Kind.HELD: (np.zeros_like(held), held),
+        Kind.RECOMPUTE: (remade, -remade),
+    }
+    return Tables(kinds, np.where(away, kept, 0.0))
+
+
 def activation_changes(schedule: Schedule, costs: Costs) -> dict[Kind, Changes]:
     """What each row does to the activations of its slot."""
     op, stage = schedule.rows.op, schedule.rows.stage
-    foot, share = costs.footprint, shares(schedule.shape)
-    full, late = foot.activations * share, foot.until_weight * share
-    kept = np.where(costs.recompute, foot.inputs * share, full)
-    forward, full_backward, weight = (op == Op.F) | (op == Op.FB), op == Op.B, op == Op.W
-    split = op == Op.I
-    backward = full_backward | split
-
-    def where(mask: BoolArray, per_stage: FloatArray) -> FloatArray:
-        change = np.zeros(len(op))
-        change[mask] = per_stage[stage[mask]]
-        return change
-
-    remade = where(backward, full - kept)
-    begun, ended = where(forward, kept), where(backward, -kept)
+    tables = activation_tables(costs, shares(schedule.shape))
+    changes = {kind: (begun[op, stage], ended[op, stage]) for kind, (begun, ended) in tables.kinds.items()}
     if costs.offloads.any():
-        away = costs.offloads[stage]
-        first, last = _ends(schedule, forward & away, backward & away)
-        begun += where(backward & away, kept) + where(first, kept)
-        ended -= where(forward & away, kept) + where(last, kept)
-    return {
-        Kind.ACTIVATIONS: (begun, ended),
-        Kind.HELD: (np.zeros(len(op)), where(split, late) + where(weight, -late)),
-        Kind.RECOMPUTE: (remade, -remade),
-    }
+        (begun, ended), found = changes[Kind.ACTIVATIONS], marks(schedule)
+        begun += marked(schedule, found, Mark.FIRST, tables.copy)
+        ended -= marked(schedule, found, Mark.LAST, tables.copy)
+    return changes
 
 
-def _ends(schedule: Schedule, forward: BoolArray, backward: BoolArray) -> tuple[BoolArray, BoolArray]:
-    """The first of some forwards and the last of some backwards, of every stage on every slot."""
-    seat = schedule.slot_of_rows() * schedule.shape.stages + schedule.rows.stage
-    first, last = np.zeros(len(seat), dtype=bool), np.zeros(len(seat), dtype=bool)
-    forwards, backwards = np.flatnonzero(forward), np.flatnonzero(backward)[::-1]
-    first[forwards[np.unique(seat[forwards], return_index=True)[1]]] = True
-    last[backwards[np.unique(seat[backwards], return_index=True)[1]]] = True
-    return first, last
-
-
-def version_changes(schedule: Schedule) -> Changes:
-    """What each row of a lowered schedule does to the number of weight versions alive: each seat starts with one.
-
-    A version lives until its last use, the newest one in any case. An update whose old version nobody needs any more
-    replaces it and changes nothing.
-    """
-    shape, rows = schedule.shape, schedule.rows
-    begins, ends = np.zeros(len(rows)), np.zeros(len(rows))
-    if shape.law is Law.SYNC:
-        return begins, ends
-    seat = shape.seats[rows.stage] + shape.slot_replica[schedule.slot_of_rows()]
-    width = int(rows.version.max(initial=0)) + 2
-    place = seat.astype(np.int64) * width + rows.version
-    uses = np.flatnonzero(rows.op <= Op.FB)
-    updates = np.flatnonzero(rows.op == Op.UPDATE)
-    last_use = np.full(int(shape.seats[-1]) * width, -1, dtype=np.int64)
-    last_use[place[uses]] = uses  # rows ascend, so the last one stays
-    outlived = last_use[place[updates] - 1]  # last use of the version that this update follows
-    needed = outlived > updates
-    begins[updates[needed]] = 1.0
-    np.add.at(ends, outlived[needed], -1.0)
-    return begins, ends
-
-
-def gradient_changes(schedule: Schedule, costs: Costs) -> Changes:
-    """Gradient buffers live from the first backward of a round to the end of its update."""
-    shape, rows = schedule.shape, schedule.rows
-    begins, ends = np.zeros(len(rows)), np.zeros(len(rows))
-    for at in range(shape.slots):
-        start, end = schedule.starts[at : at + 2]
-        op, stages = rows.op[start:end], rows.stage[start:end]
-        for stage in shape.stages_of(int(shape.slot_rank[at])):
-            mine = stages == stage
-            updates = start + np.flatnonzero(mine & (op == Op.UPDATE))
-            made = start + np.flatnonzero(mine & ((op == Op.B) | (op == Op.W)))
-            rounds = np.searchsorted(updates, made)
-            first = made[np.unique(rounds, return_index=True)[1]]
-            begins[first] = costs.footprint.gradients[stage]
-            ends[updates[np.unique(rounds[rounds < len(updates)])]] = -costs.footprint.gradients[stage]
-    return begins, ends
+def marked(schedule: Schedule, found: MarkArray, mark: Mark, per_stage: FloatArray) -> FloatArray:
+    """By row: what its stage has, where it is so marked."""
+    change: FloatArray = np.where(found & mark, per_stage[schedule.rows.stage], 0.0)
+    return change
 
 
 def levels(schedule: Schedule, changes: Changes) -> Changes:
@@ -137,7 +104,20 @@ def highest(schedule: Schedule, begun: FloatArray, ended: FloatArray) -> FloatAr
 
 def most_versions(schedule: Schedule) -> FloatArray:
     """Most weight versions alive on every slot of a lowered schedule, on one of its stages."""
-    return 1.0 + highest(schedule, *levels(schedule, version_changes(schedule)))
+    return 1.0 + highest(schedule, *levels(schedule, _version_changes(schedule, np.ones(schedule.shape.stages))))
+
+
+def _version_changes(schedule: Schedule, weights: FloatArray) -> Changes:
+    found = marks(schedule)
+    return marked(schedule, found, Mark.BORN, weights), -marked(schedule, found, Mark.DEAD, weights)
+
+
+def standing(shape: Shape, costs: Costs) -> dict[Kind, FloatArray]:
+    """What every slot holds all the time."""
+    weights, optimizer = np.zeros(shape.ranks), np.zeros(shape.ranks)
+    np.add.at(weights, shape.stage_rank, costs.footprint.weights)
+    np.add.at(optimizer, shape.stage_rank, costs.footprint.optimizer)
+    return {Kind.WEIGHTS: weights[shape.slot_rank], Kind.OPTIMIZER: optimizer[shape.slot_rank]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,19 +130,16 @@ class Memory:
 
     @classmethod
     def predicted(cls, schedule: Schedule, costs: Costs) -> Memory:
-        shape, foot = schedule.shape, costs.footprint
-        births, deaths = version_changes(schedule)
+        found, foot = marks(schedule), costs.footprint
+        made, freed = (marked(schedule, found, mark, foot.gradients) for mark in (Mark.MADE, Mark.FREED))
         changes = {
-            Kind.VERSIONS: (births * foot.weights[schedule.rows.stage], deaths * foot.weights[schedule.rows.stage]),
-            Kind.GRADIENTS: gradient_changes(schedule, costs),
+            Kind.VERSIONS: _version_changes(schedule, foot.weights),
+            Kind.GRADIENTS: (made, -freed),
             **activation_changes(schedule, costs),
         }
         by_row = {kind: levels(schedule, change) for kind, change in changes.items()}
-        weights, optimizer = np.zeros(shape.ranks), np.zeros(shape.ranks)
-        np.add.at(weights, shape.stage_rank, foot.weights)
-        np.add.at(optimizer, shape.stage_rank, foot.optimizer)
         return cls(
-            {Kind.WEIGHTS: weights[shape.slot_rank], Kind.OPTIMIZER: optimizer[shape.slot_rank]},
+            standing(schedule.shape, costs),
             {kind: begun for kind, (begun, _) in by_row.items()},
             {kind: ended for kind, (_, ended) in by_row.items()},
         )

@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from penstock.core.given import from_json_of, number, text, whole
+from penstock.core.links import FloatArray
 from penstock.errors import InputError
 
 CORRECT = "correct the profile"
@@ -124,6 +127,17 @@ class Profile:
 
         A layer's output that several layers of one stage use crosses once.
         """
+        if self._crossings.keys() != {cuts}:
+            self._crossings.clear()
+            self._crossings[cuts] = self._crossing(cuts)
+        return dict(self._crossings[cuts])
+
+    @cached_property
+    def _crossings(self) -> dict[tuple[int, ...], dict[tuple[int, int], float]]:
+        """What the last cuts were found to cross: the costs of a plan ask for it several times."""
+        return {}
+
+    def _crossing(self, cuts: tuple[int, ...]) -> dict[tuple[int, int], float]:
         stage = self._stages(cuts)
         crosses: dict[tuple[int, int], float] = {}
         for one in self.outputs:
@@ -143,6 +157,15 @@ class Profile:
     def _stages(self, cuts: tuple[int, ...]) -> list[int]:
         starts = (0, *cuts)
         return [bisect_right(starts, layer) - 1 for layer in range(len(self.layers))]
+
+    def column(self, name: str) -> FloatArray:
+        """One figure of all layers."""
+        return self._columns[name]
+
+    @cached_property
+    def _columns(self) -> dict[str, FloatArray]:
+        names = [entry.name for entry in fields(Layer)[1:]] + ["backward"]
+        return {name: np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64) for name in names}
 
     @cached_property
     def outputs(self) -> tuple[Sent, ...]:

@@ -115,31 +115,52 @@ def _fill(
 ) -> None:  # fmt: skip
     layers, units = value.shape[1] - 1, value.shape[2] - 1
     live = min(m, slope * d + 1) if slope else m
+    least = np.full((units + 1, layers + 1), np.inf)  # [n, j]: of the rest, beginning at j or before
+    for n in range(units + 1 if d > 0 else 0):
+        for j in range(1, layers + 1):
+            least[n, j] = min(least[n, j - 1], value[d - 1, j, n])
+    begin = np.zeros((units + 1, len(counts)), dtype=np.int64)  # the first j whose rest is not too long, so far
+    near = np.full(units + 1, -1)  # the number of the count chosen for i + 1
     for i in range(layers - d - 1, -1, -1):
         for n in range(d + 1, units + 1):
-            best, start = np.inf, units - n
-            for at in range(len(counts)):
+            best, start, found = np.inf, units - n, -1
+            for turn in range(-1, len(counts)):  # first what was best for i + 1: seldom far off, it cuts the rest short
+                at = near[n] if turn < 0 else turn
+                if at < 0:
+                    continue
                 c = counts[at]
                 if c > n - d or (d == 0 and c != n):
                     continue
                 r = c * unit
-                share, memory = 1.0 / r, room[start, at] * MARGIN
+                share = 1.0 / r
+                first, last = i + 1, layers - d
+                if d == 0:
+                    first = layers
+                elif turn < 0:
+                    first = last = end[d, i + 1, n]
+                else:
+                    first = max(first, begin[n, at])
+                    while first > i + 1 and least[n - c, first - 1] < best:
+                        first -= 1
+                    while first <= last and least[n - c, first] >= best:
+                        first += 1
+                    begin[n, at] = first
                 held = share  # of a micro-batch's activations, on one replica
-                flying = live
+                flying, memory = live, room[start, at] * MARGIN
                 if turns:
                     held = 1.0
                     flying = (n * unit - 1) // r * (m if r > 1 else 1) + 1
                 copies = flying if versions == 0 else versions
-                stop = layers if d == 0 else i + 1
-                while stop <= layers - d:
-                    j = stop
-                    stop += 1
-                    if d > 0 and value[d - 1, j, n - c] >= best:
+                for j in range(first, last + 1):
+                    rest = value[d - 1, j, n - c] if d > 0 else 0.0
+                    if rest >= best:
                         continue  # the rest alone takes longer
                     f = (forward[j] - forward[i]) * slow[start, at] * share
                     b = (backward[j] - backward[i]) * slow[start, at] * share
                     if m * (f + b) >= best:
                         break  # longer stages take longer still
+                    if flush and f + b + rest >= best:
+                        continue
                     base = standing[j] - standing[i] + (copies - 1) * (parameters[j] - parameters[i])
                     each = (kept[j] - kept[i]) * held
                     chosen = KEEP
@@ -165,7 +186,6 @@ def _fill(
                     else:
                         total = max(m * (f + b), reduction * share if turns else reduction)
                     if d > 0:
-                        rest = value[d - 1, j, n - c]
                         wide = max(r, count[d - 1, j, n - c] * unit)
                         over = hop[start, at] * sent[i, j] * (1.0 if turns else 1.0 / wide) + pause[start, at]
                         if flush:
@@ -173,5 +193,8 @@ def _fill(
                         else:
                             total = max(total, rest, m * over * (1.0 / wide if turns else 1.0))
                     if total < best:
-                        best = total
+                        best, found = total, at
                         value[d, i, n], end[d, i, n], count[d, i, n], mode[d, i, n] = total, j, c, chosen
+                if turn < 0:
+                    best = np.nextafter(best, np.inf)  # of equal ones the first in order counts
+            near[n] = found

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
-import numpy as np
-
 from penstock.core.cluster import Cluster
 from penstock.core.profile import Profile
 from penstock.planners.balance import even_cells
@@ -48,6 +46,25 @@ class Field:
     def _sizes(self) -> dict[int, Profile]:
         return {}
 
+    def places(self, order: tuple[int, ...], alone: bool = False) -> Places:
+        if (order, alone) not in self._places:
+            self._places[order, alone] = Places.of(self.cluster, order, alone)
+        return self._places[order, alone]
+
+    @cached_property
+    def _places(self) -> dict[tuple[tuple[int, ...], bool], Places]:
+        return {}
+
+    def even(self, pieces: int) -> tuple[list[int], float]:
+        """Where equal pieces begin and the last one ends, and the seconds of the largest: the same for every size."""
+        if pieces not in self._even:
+            self._even[pieces] = even_cells([layer.seconds for layer in self.profile.layers], pieces)
+        return self._even[pieces]
+
+    @cached_property
+    def _even(self) -> dict[int, tuple[list[int], float]]:
+        return {}
+
     def most_replicas(self, method: Method, times: int) -> int | None:
         """That a stage may have, or None for any number.
 
@@ -80,11 +97,11 @@ class Field:
 
 def labelled(field: Field, times: int, order: tuple[int, ...]) -> Iterator[Guess]:
     """The best cut for every number of stages, for every kind of method."""
-    chain, places = Chain.of(field.sized(times)), Places.of(field.cluster, order)
+    chain, places = Chain.of(field.sized(times)), field.places(order)
     yield from _by_kind(field, times, order, chain, places)
     if places.unit > 1 and chain.layers > 1:
         few = order[-min(len(order), chain.layers) :]
-        yield from _by_kind(field, times, few, chain, Places.of(field.cluster, few, alone=True))
+        yield from _by_kind(field, times, few, chain, field.places(few, alone=True))
 
 
 def _by_kind(field: Field, times: int, order: tuple[int, ...], chain: Chain, places: Places) -> Iterator[Guess]:
@@ -122,21 +139,20 @@ def _read_back(field: Field, times: int, order: tuple[int, ...], method: Method,
 
 def chunked(field: Field, times: int, order: tuple[int, ...]) -> Iterator[Guess]:
     """Equal ranks with several chunks each, cut as evenly as can be."""
-    steps, chain, devices = field.microbatches // times, Chain.of(field.sized(times)), len(order)
-    costs = np.diff(chain.forward + chain.backward)
+    steps, devices = field.microbatches // times, len(order)
     slow = 1.0 / min(device.speed for device in field.cluster.devices)
     for method in field.methods:
         for ranks in _halvings(devices) if method.chunks > 1 else ():
             pieces = ranks * method.chunks
-            if pieces > chain.layers or ranks < 2:
+            if pieces > len(field.profile.layers) or ranks < 2:
                 continue
-            bounds, largest = even_cells(costs.tolist(), pieces)
+            bounds, largest = field.even(pieces)
             replicas = (devices // ranks,) * ranks
             for mode in (Mode.KEEP, Mode.RECOMPUTE) if field.again else (Mode.KEEP,):
                 made = Candidate(method, times, steps, order, devices - sum(replicas), tuple(bounds), replicas,
                                  (mode,) * pieces)  # fmt: skip
                 more = 4 / 3 if mode is Mode.RECOMPUTE else 1.0
-                each = largest * slow * more / replicas[0]
+                each = times * largest * slow * more / replicas[0]
                 if field.admits(made):
                     yield Guess(each * (steps * method.chunks + ranks - 1), made)
 

@@ -43,19 +43,19 @@ class Places:
         shape = (units, len(counts))
         tables = {name: np.full(shape, np.inf) for name in ("slow", "rate", "wait", "hop", "pause", "host")}
         room = np.zeros(shape)
+        figures = [(kind.speed, kind.memory, kind.host_bandwidth) for kind in cluster.devices]
+        each = np.array(figures)[list(order)]  # by place in the order
         for start in range(units):
             for at, count in enumerate(counts.tolist()):
                 run = order[start * unit : (start + count) * unit]
                 if start + count > units:
                     break
-                kinds = {cluster.devices[device] for device in run}
-                tables["slow"][start, at] = 1.0 / min(kind.speed for kind in kinds)
-                room[start, at] = min(kind.memory for kind in kinds)
+                speed, memory, way = each[start * unit : (start + count) * unit].min(axis=0).tolist()
+                tables["slow"][start, at], room[start, at] = 1.0 / speed, memory
                 tables["rate"][start, at], tables["wait"][start, at] = all_reduce(cluster, run)
                 if start + count < units:
                     level = cluster.levels[cluster.meeting_level(run[0], order[(start + count) * unit])]
                     tables["hop"][start, at], tables["pause"][start, at] = 1.0 / level.bandwidth, level.latency
-                way = min(kind.host_bandwidth for kind in kinds)
                 tables["host"][start, at] = 1.0 / way if way else np.inf
         return cls(unit, units, counts, room=room, **tables)
 
