@@ -108,6 +108,7 @@ def test_workers_that_have_not_begun_die_with_the_launcher(tmp_path):
         ([sys.executable], 0, "expected at least one worker, but got 0"),
         (["no-such-program", "x"], 1, "expected a command that can be run, but got no-such-program x"),
         ([], 1, "expected a command that can be run, but got none"),
+        ([sys.executable], 10**7, r"at most \d+ workers, for which this host has memory, but got 10000000; ask for fewer"),
     ],
 )
 def test_bad_input(command, workers, message):
