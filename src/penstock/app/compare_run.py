@@ -1,6 +1,6 @@
 """The training by one method for `penstock compare`, in this process: as a rank, or plain.
 
-Workers are started with `python -m penstock.app.compare_run CONFIG` for one method after the other, and leave in a
+Workers are started (worker.py) for one method after the other, and leave in a
 folder what they found.
 """
 
