@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -85,6 +86,25 @@ def test_what_does_not_fit_is_said(files):
     assert not as_json(found)["fits"]
     refused = plan_all(profile, Cluster.uniform((Level("link", 2, 8.0),), Device("d", 1.0)))
     assert [isinstance(one, InputError) for one in refused] == [True, False, False, True, True, True]
+
+
+@pytest.mark.parametrize("method", ["search", "pipedream", "dapple", "2bw"])
+def test_what_a_planner_thinks_fits_does_so_in_the_simulator(method):
+    """Buffers of the model are there once, whatever versions of the weights there are."""
+    random, planned = Random(f"fits {method}"), 0
+    for _ in range(40):
+        drawn = random_profile(random, random.randint(1, 5))
+        layers = [replace(layer, buffer_bytes=random.choice((0, 40))) for layer in drawn.layers]
+        needed = sum(2 * x.parameter_bytes + x.buffer_bytes + x.optimizer_bytes + x.kept_bytes for x in layers)
+        device = Device("d", max(1.0, needed * random.choice((0.5, 0.8, 1.0, 1.2, 1.5))))
+        cluster = Cluster.uniform((Level("link", random.randint(1, 3), 10.0),), device)
+        try:
+            found = plan(Profile(tuple(layers), samples=4), cluster, method=method, batch=16)
+        except InputError:
+            continue
+        assert not found.over
+        planned += 1
+    assert planned > 10
 
 
 def test_a_micro_batch_of_another_size(files):

@@ -68,7 +68,8 @@ def plain(task: Task, track: Track) -> Found:
     weights = list(one.model.parameters())
     state = [value for kept in one.optimizer.state.values() for value in kept.values()]
     found = {
-        "weights": bytes_of([*weights, *one.model.buffers()]),
+        "weights": bytes_of(weights),
+        "buffers": bytes_of(one.model.buffers()),
         "versions": 0,
         "gradients": bytes_of([weight for weight in weights if weight.requires_grad]),
         "optimizer": bytes_of(state),

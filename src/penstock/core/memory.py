@@ -159,7 +159,7 @@ class Memory:
         }
         by_row = {kind: levels(schedule, change) for kind, change in changes.items()}
         weights, optimizer = np.zeros(shape.ranks), np.zeros(shape.ranks)
-        np.add.at(weights, shape.stage_rank, foot.weights)
+        np.add.at(weights, shape.stage_rank, foot.weights + (0.0 if foot.buffers is None else foot.buffers))
         np.add.at(optimizer, shape.stage_rank, foot.optimizer)
         return cls(
             {Kind.WEIGHTS: weights[shape.slot_rank], Kind.OPTIMIZER: optimizer[shape.slot_rank]},
