@@ -124,6 +124,21 @@ def test_replicas_that_take_turns_reduce_once_a_round():
     assert moved.seconds == pytest.approx(share * found.step_seconds)
 
 
+def test_replicas_with_less_than_a_row_are_told_and_not_compared(tmp_path):
+    (tmp_path / "p.json").write_text(json.dumps(Profile((Layer("L", 2.0, 2.0, 2.0, parameter_bytes=1.0),)).to_json()))
+    (tmp_path / "c.toml").write_text("devices = 4\n[inside]\nbandwidth = 64.0\n")
+    files = tmp_path / "p.json", tmp_path / "c.toml"
+    why = "cannot be run: 4 replicas share micro-batches of 1 row(s), less than a row each"
+    assert why in plan_command(*files, "dapple", batch=8)
+    assert why not in plan_command(*files, "dapple", batch=8, microbatch=4)
+    assert why not in plan_command(*files, "pipedream", batch=1)  # its replicas take turns
+    told = {one["method"]: one for one in json.loads(plan_command(*files, "all", batch=8, json_wanted=True))}
+    assert {name for name, one in told.items() if not one["whole_rows"]} == {"dapple"}
+    table = plan_command(*files, "all", batch=8).partition("fastest first")[2]
+    assert "dapple" not in table
+    assert "pipedream" in table
+
+
 @pytest.mark.parametrize("method", PLANNERS)
 def test_layers_that_take_no_time_are_nothing_to_plan(method):
     with pytest.raises(InputError, match="a profile in which some layer takes time, but got 0 seconds in all"):
