@@ -10,7 +10,7 @@ import pytest
 
 from penstock import Cluster, Device, FormatError, InputError, Layer, Level, Profile, schedule, simulate
 from penstock.app.plan_run import as_json, plan, plan_all, plan_command, read_profile
-from penstock.app.plan_why import traffic
+from penstock.app.plan_why import Moved, slower, traffic
 from penstock.core.plan import Plan
 from penstock.planners.registry import PLANNERS
 from planners.brute import random_profile
@@ -65,6 +65,26 @@ def test_an_asynchronous_step_is_the_steady_pace():
     found = plan(Profile(layers), Cluster.uniform((Level("link", 4, 1e9),)), method="pipedream")
     assert found.step_seconds == pytest.approx(3.0, rel=1e-6) == found.outcome.seconds
     assert found.busy[0] == (pytest.approx(1.0), found.busy[0][1])
+
+
+def test_the_pace_of_an_asynchronous_plan_leaves_its_filling_out():
+    layers = tuple(Layer(f"L{at}", 1.0, 1.0, 1.0) for at in range(4))
+    found = plan(Profile(layers), Cluster.uniform((Level("link", 4, 1e9),)), method="balance", schedule="pipedream")
+    assert (found.plan.ranks, found.step_seconds) == (4, pytest.approx(3.0 * found.plan.microbatches))
+
+
+def test_what_moves_in_a_step_is_that_of_all_its_micro_batches():
+    layers = tuple(Layer(f"L{at}", 1.0, 1.0, 1.0, output_bytes=5.0) for at in range(2))
+    found = plan(Profile(layers), Cluster.uniform((Level("link", 2, 8.0),)), method="balance", batch=6)
+    assert traffic(found) == [Moved("stage 0 to 1, and as much back", 30.0, "link", 30 / 8)]
+
+
+def test_plans_of_other_batches_are_compared_by_the_row():
+    profile, cluster = Profile((Layer("L", 1.0, 1.0, 1.0),)), Cluster.uniform((Level("link", 1, 8.0),))
+    one, four = (plan(profile, cluster, method="balance", batch=rows) for rows in (1, 4))
+    loss = slower(four, one, "small")
+    assert (loss.step_seconds, loss.more) == (pytest.approx(12.0), pytest.approx(0.0))
+    assert [share for _, share in loss.causes] == pytest.approx([0.0, 0.0])
 
 
 def test_text_names_stages_memory_and_bottleneck(files):
