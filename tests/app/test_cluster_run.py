@@ -18,6 +18,7 @@ from penstock.app.cluster_fit import fit, spread
 from penstock.app.cluster_probe import SIZES
 from penstock.app.cluster_run import alike, hosts_of, measure_command
 from penstock.core.cluster_file import read_cluster
+from penstock.core.links import ring_seconds
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli", "cluster"]
 
@@ -66,6 +67,13 @@ def test_json_holds_the_cluster_of_the_file_and_what_was_measured(measured):
         assert line["medians"][str(SIZES[-1])] > line["medians"][str(SIZES[0])]
 
 
+def test_the_simulators_formula_gives_what_all_reduces_took(measured):
+    line = measured[1]["measured"][1]
+    figures = line["bandwidth"], line["latency"]
+    off = [abs(ring_seconds(2, int(size), *figures) - took) / took for size, took in line["medians"].items()]
+    assert max(off) == pytest.approx(line["misfit"], rel=1e-6)
+
+
 def test_the_file_says_what_was_measured_and_every_doubt(measured):
     file, told = measured
     comments = [line for line in file.read_text().splitlines() if line.startswith("#")]
@@ -99,6 +107,12 @@ def test_whatever_was_timed_the_figures_can_be_used(seconds):
     assert isfinite(found.latency)
     assert 0 < found.bandwidth < inf
     assert found.medians == {size: median(some) for size, some in zip(SIZES, seconds, strict=True)}
+
+
+def test_seconds_that_grow_faster_than_bytes_have_no_latency():
+    found = fit({1000: [1e-6], 2000: [4e-6]})
+    assert found.latency == 0.0
+    assert 1000 * 1e6 / 4 < found.bandwidth < 1000 * 1e6
 
 
 def test_noise_and_bends_are_said():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -94,6 +95,21 @@ def test_ctrl_c_comes_once_and_can_be_handled(tmp_path):
         assert run.said == ""
 
 
+def test_ctrl_c_while_workers_load_is_no_traceback(tmp_path):
+    (tmp_path / "heavy.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(100)\n")
+    text = (
+        "import sys\nfrom penstock.app.launch import launch\nfrom penstock.app.worker import command\n"
+        "sys.exit(launch(command('heavy', []), 2))"
+    )
+    asked, pipe = [sys.executable, "-c", text], subprocess.PIPE
+    with subprocess.Popen(asked, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as run:
+        assert run.stdout is not None
+        assert [run.stdout.readline() for _ in range(2)] == ["loading\n"] * 2
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.communicate(timeout=20) == ("", "")
+    assert run.returncode == 128 + signal.SIGINT
+
+
 def test_workers_that_have_not_begun_die_with_the_launcher(tmp_path):
     """Before any code of penstock runs in them."""
     with launched(tmp_path, 2, script=script(tmp_path, "time.sleep(100)")) as run:
@@ -108,6 +124,7 @@ def test_workers_that_have_not_begun_die_with_the_launcher(tmp_path):
         ([sys.executable], 0, "expected at least one worker, but got 0"),
         (["no-such-program", "x"], 1, "expected a command that can be run, but got no-such-program x"),
         ([], 1, "expected a command that can be run, but got none"),
+        ([sys.executable], 10**7, r"at most \d+ workers, for which this host has memory, but got 10000000"),
     ],
 )
 def test_bad_input(command, workers, message):

@@ -219,6 +219,15 @@ def test_options_of_another_kind(method, options, said):
         plan(LAYERS, Cluster.uniform((Level("inside", 2, 8.0),)), method=method, **options)
 
 
+@pytest.mark.parametrize("method", ["search", "pipedream", "dapple", "2bw"])
+@pytest.mark.parametrize("size", [2**62, 2**64])
+def test_whole_numbers_of_more_than_64_bits_are_as_large_as_they_say(written, refused, size, method):
+    """Arrays of whole numbers would wrap around, and a model of exabytes fit anywhere."""
+    one = Layer("L", 1.0, 1.0, 1.0, output_bytes=size, kept_bytes=size, parameter_bytes=size, optimizer_bytes=size)
+    files = written("p.json", Profile((one,) * 4).to_json()), written("c.toml", CLUSTER)
+    assert " GB short; what would fit: " in refused(*files, "--method", method)
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1e-320, 1e-13])
 def test_a_profile_that_takes_hardly_any_time_takes_none(written, refused, seconds):
     """Rows a second would be without end, which JSON cannot say."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from penstock import Cluster, Device, FormatError, InputError, Layer, Level, Profile, schedule, simulate
 from penstock.app.plan_run import as_json, plan, plan_all, plan_command, read_profile
-from penstock.app.plan_why import traffic
+from penstock.app.plan_why import Moved, slower, traffic
 from penstock.core.plan import Plan
 from penstock.planners.registry import PLANNERS
 from planners.brute import random_profile
@@ -66,6 +67,26 @@ def test_an_asynchronous_step_is_the_steady_pace():
     assert found.busy[0] == (pytest.approx(1.0), found.busy[0][1])
 
 
+def test_the_pace_of_an_asynchronous_plan_leaves_its_filling_out():
+    layers = tuple(Layer(f"L{at}", 1.0, 1.0, 1.0) for at in range(4))
+    found = plan(Profile(layers), Cluster.uniform((Level("link", 4, 1e9),)), method="balance", schedule="pipedream")
+    assert (found.plan.ranks, found.step_seconds) == (4, pytest.approx(3.0 * found.plan.microbatches))
+
+
+def test_what_moves_in_a_step_is_that_of_all_its_micro_batches():
+    layers = tuple(Layer(f"L{at}", 1.0, 1.0, 1.0, output_bytes=5.0) for at in range(2))
+    found = plan(Profile(layers), Cluster.uniform((Level("link", 2, 8.0),)), method="balance", batch=6)
+    assert traffic(found) == [Moved("stage 0 to 1, and as much back", 30.0, "link", 30 / 8)]
+
+
+def test_plans_of_other_batches_are_compared_by_the_row():
+    profile, cluster = Profile((Layer("L", 1.0, 1.0, 1.0),)), Cluster.uniform((Level("link", 1, 8.0),))
+    one, four = (plan(profile, cluster, method="balance", batch=rows) for rows in (1, 4))
+    loss = slower(four, one, "small")
+    assert (loss.step_seconds, loss.more) == (pytest.approx(12.0), pytest.approx(0.0))
+    assert [share for _, share in loss.causes] == pytest.approx([0.0, 0.0])
+
+
 def test_text_names_stages_memory_and_bottleneck(files):
     said = plan_command(*files, "dapple", batch=8)
     for words in ("dapple: ", "stage 0: layers 0 to ", "rows/s, bubble", "busiest, as a share of the step", "1e-05 GB"):
@@ -87,6 +108,25 @@ def test_what_does_not_fit_is_said(files):
     assert [isinstance(one, InputError) for one in refused] == [True, False, False, True, True, True]
 
 
+@pytest.mark.parametrize("method", ["search", "pipedream", "dapple", "2bw"])
+def test_what_a_planner_thinks_fits_does_so_in_the_simulator(method):
+    """Buffers of the model are there once, whatever versions of the weights there are."""
+    random, planned = Random(f"fits {method}"), 0
+    for _ in range(40):
+        drawn = random_profile(random, random.randint(1, 5))
+        layers = [replace(layer, buffer_bytes=random.choice((0, 40))) for layer in drawn.layers]
+        needed = sum(2 * x.parameter_bytes + x.buffer_bytes + x.optimizer_bytes + x.kept_bytes for x in layers)
+        device = Device("d", max(1.0, needed * random.choice((0.5, 0.8, 1.0, 1.2, 1.5))))
+        cluster = Cluster.uniform((Level("link", random.randint(1, 3), 10.0),), device)
+        try:
+            found = plan(Profile(tuple(layers), samples=4), cluster, method=method, batch=16)
+        except InputError:
+            continue
+        assert not found.over
+        planned += 1
+    assert planned > 10
+
+
 def test_a_micro_batch_of_another_size(files):
     profile, cluster = read_profile(files[0]), Cluster.uniform((Level("link", 2, 8.0),))
     found = plan(profile, cluster, method="balance", batch=12, microbatch=3)
@@ -102,6 +142,21 @@ def test_replicas_that_take_turns_reduce_once_a_round():
     assert moved.bytes == 2 * 3 / 4 * 32 / 4
     share = next(share for share, what in found.busy if what == "the all-reduce of stage 0")
     assert moved.seconds == pytest.approx(share * found.step_seconds)
+
+
+def test_replicas_with_less_than_a_row_are_told_and_not_compared(tmp_path):
+    (tmp_path / "p.json").write_text(json.dumps(Profile((Layer("L", 2.0, 2.0, 2.0, parameter_bytes=1.0),)).to_json()))
+    (tmp_path / "c.toml").write_text("devices = 4\n[inside]\nbandwidth = 64.0\n")
+    files = tmp_path / "p.json", tmp_path / "c.toml"
+    why = "cannot be run: 4 replicas share micro-batches of 1 row(s), less than a row each"
+    assert why in plan_command(*files, "dapple", batch=8)
+    assert why not in plan_command(*files, "dapple", batch=8, microbatch=4)
+    assert why not in plan_command(*files, "pipedream", batch=1)  # its replicas take turns
+    told = {one["method"]: one for one in json.loads(plan_command(*files, "all", batch=8, json_wanted=True))}
+    assert {name for name, one in told.items() if not one["whole_rows"]} == {"dapple"}
+    table = plan_command(*files, "all", batch=8).partition("fastest first")[2]
+    assert "dapple" not in table
+    assert "pipedream" in table
 
 
 @pytest.mark.parametrize("method", PLANNERS)

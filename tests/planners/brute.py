@@ -76,8 +76,8 @@ class PipeDream:
         """The least slowest stage between two sets on all components of level k (0: on one device)."""
         layers = [self.profile.layers[at] for at in end - start]
         if k == 0:
-            standing = sum(x.parameter_bytes + x.optimizer_bytes for x in layers)
-            each = sum(x.parameter_bytes + x.buffer_bytes + x.kept_bytes for x in layers)
+            standing = sum(x.parameter_bytes + x.buffer_bytes + x.optimizer_bytes for x in layers)
+            each = sum(x.parameter_bytes + x.kept_bytes for x in layers)
             return sum(x.seconds for x in layers) if standing + ahead * each <= self.memory else inf
         key = (k, start, end, ahead)
         if key not in self.known:

@@ -87,6 +87,8 @@ def test_the_plan_runs_in_the_simulator_and_is_as_fast_as_said():
 
 def test_a_batch_of_another_size():
     profile = equal_layers(2, kept_bytes=10, output_bytes=4, parameter_bytes=10)
+    whole = Profile((Layer("L", 1.0, 1.0, 1.0, full_backward=3.0, update=5.0),))
+    assert (scaled(whole, 2).layers[0].backward, scaled(whole, 2).layers[0].update) == (6.0, 5.0)
     double = scaled(profile, 2)
     assert (double.layers[0].forward, double.layers[0].kept_bytes, double.layers[0].parameter_bytes) == (2.0, 20, 10)
     assert double.samples == 2

@@ -23,6 +23,7 @@ def mean(result, _):
         ({"loss": lambda result, _: result}, r"a loss to be a scalar, but got shape \(2, 4\)"),
         ({"repetitions": 0}, "repetitions to be a whole number of at least 1, but got 0"),
         ({"threads": 1.5}, "threads to be a whole number of at least 1, but got 1.5"),
+        ({"threads": 10**8}, "threads to be at most 1024, but got 100000000"),
         ({"microbatches": 0}, "microbatches to be a whole number of at least 1, but got 0"),
         ({"precision": "fp8"}, "precision to be bf16 or fp16, but got 'fp8'"),
         ({"optimizer": 3}, "optimizer= to be a function, but got int"),

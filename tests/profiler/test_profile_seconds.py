@@ -13,6 +13,8 @@ from torch import nn
 
 import penstock
 from model.zoo import ZOO, born, score
+from penstock.app.profile_table import said
+from penstock.app.profiling import profiled
 from penstock.profiler.joined import joined
 from penstock.profiler.quiet import quiet_sample
 from penstock.profiler.sampling import PATIENCE, Company, collect, unseen
@@ -107,6 +109,17 @@ def test_samples_that_others_disturb_are_told(tmp_path):
     assert len(found.quiet) == PATIENCE * 2
     assert len(found.used) == 2
     assert shown[-1] == (PATIENCE * 2, PATIENCE * 2)
+
+
+def test_a_profile_counts_what_was_disturbed_and_says_noisy():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    found = profiled(
+        model, torch.randn(2, 4), None, loss=lambda result, _: result.mean(), optimizer=None, precision=None,
+        microbatches=1, repetitions=1, threads=1, seed=0, company=Company(root=1 << 22),
+    )  # fmt: skip
+    assert (found.profile.repetitions, found.profile.disturbed) == (1, 1)
+    assert (found.taken, found.quiet) == (PATIENCE, 0)
+    assert any(line.startswith("NOISY: 1 disturbed samples had to be used") for line in said(found))
 
 
 def test_company_decides_together():

@@ -70,9 +70,10 @@ def measure_command(output: Path | None = None, devices: int | None = None, json
     if count == 1:
         return work(output, json_wanted)
     from penstock.app.launch import launch
+    from penstock.app.worker import command
 
     words = [] if output is None else ["--output", str(output)]
-    return launch([sys.executable, "-m", "penstock.app.cluster_run", *words, *["--json"] * json_wanted], count)
+    return launch(command("penstock.app.cluster_run", [*words, *["--json"] * json_wanted]), count)
 
 
 def work(output: Path | None, json_wanted: bool) -> int:

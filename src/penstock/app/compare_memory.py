@@ -26,7 +26,7 @@ from penstock.engine.weigh import Kept, Weigh
 from penstock.engine.weights import Held, Weights
 
 KINDS = ("weights", "versions", "gradients", "optimizer", "activations")
-PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optimizer")
+PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optimizer", "buffers")
 
 StageBytes = dict[int, dict[str, int]]
 

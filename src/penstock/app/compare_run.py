@@ -1,6 +1,6 @@
 """The training by one method for `penstock compare`, in this process: as a rank, or plain.
 
-Workers are started with `python -m penstock.app.compare_run CONFIG` for one method after the other, and leave in a
+Workers are started (worker.py) for one method after the other, and leave in a
 folder what they found.
 """
 
@@ -68,7 +68,8 @@ def plain(task: Task, track: Track) -> Found:
     weights = list(one.model.parameters())
     state = [value for kept in one.optimizer.state.values() for value in kept.values()]
     found = {
-        "weights": bytes_of([*weights, *one.model.buffers()]),
+        "weights": bytes_of(weights),
+        "buffers": bytes_of(one.model.buffers()),
         "versions": 0,
         "gradients": bytes_of([weight for weight in weights if weight.requires_grad]),
         "optimizer": bytes_of(state),

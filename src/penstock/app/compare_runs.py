@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from penstock.app.launch import launch
 from penstock.app.start import Request
 from penstock.app.stopwatch import Stopwatch
 from penstock.app.track import Track, following
+from penstock.app.worker import command
 
 WORDS = "words"  # the file of what workers say
 ENDED = (129, 130, 143)  # codes of a launcher that was told to end: by SIGHUP, SIGINT, SIGTERM
@@ -70,7 +70,7 @@ def _launched(runs: Sequence[Run], workers: int, alone: bool) -> int:
             runs[int(number)].track.take(float(loss), float(seconds))
 
         with (folder / WORDS).open("w", encoding="utf-8") as said, following(folder / NOTES, take):
-            code = launch([sys.executable, "-m", "penstock.app.compare_run", *words], workers, said)
+            code = launch(command("penstock.app.compare_run", words), workers, said)
         if code in ENDED:
             raise SystemExit(code)
         return _taken(runs, folder, failed=code != 0)

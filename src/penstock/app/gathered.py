@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Readings = npt.NDArray[np.int64]
 Json = dict[str, Any]
-PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optimizer")
+PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optimizer", "buffers")
 
 
 def gathered(pipe: Pipeline) -> Measured:
@@ -111,7 +111,8 @@ def standing(pipe: Pipeline) -> dict[int, dict[str, int]]:
         optimizer = pipe.optimizers.optimizers.get(at)
         state = [] if optimizer is None else [v for one in optimizer.state.values() for v in one.values()]
         found[at] = {
-            "weights": bytes_of([*stage.parameters, *buffers]),
+            "weights": bytes_of(stage.parameters),
+            "buffers": bytes_of(buffers),
             "gradients": bytes_of([p for p in stage.parameters if p.requires_grad]),
             "optimizer": bytes_of(state),
         }

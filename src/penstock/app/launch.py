@@ -21,6 +21,7 @@ from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from penstock.engine.transport.memory import available
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ GRACE = 5.0  # seconds that the others have to end by themselves after the first
 HASTE = 3.5  # the same after Ctrl-C
 TICK = 100  # milliseconds
 LOOPBACK = "127.0.0.1"
+LIGHTEST = 64 << 20  # bytes of its own that a worker takes at the very least; with torch it is more than twice that
 
 # argv: the launcher's process number, then the command. Python ignores two signals that the command must not.
 BECOME = """
@@ -87,6 +89,9 @@ def launch(command: list[str], workers: int, words: TextIO | None = None) -> int
 def _require(command: list[str], workers: int) -> None:
     if workers < 1:
         raise InputError("at least one worker", workers, "ask for one for every rank of the schedule")
+    most = available() // LIGHTEST
+    if workers > most:
+        raise InputError(f"at most {most} workers, for which this host has memory", workers, "ask for fewer")
     if not command or shutil.which(command[0]) is None:
         raise InputError("a command that can be run", " ".join(command) or "none", "check its name and PATH")
 

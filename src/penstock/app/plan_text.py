@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.app.plan_fit import changes_that_fit
-from penstock.app.plan_why import proof, runners_up, slower, traffic
+from penstock.app.plan_why import less_than_a_row, proof, runners_up, slower, traffic
 from penstock.app.predict import Prediction
 from penstock.errors import InputError
 
@@ -33,6 +33,9 @@ def _reasons(found: Prediction) -> list[str]:
     losses = runners_up(found)
     if losses:
         lines.append(f"  runners-up lose: {'; '.join(map(str, losses))}")
+    split = less_than_a_row(found)
+    if split is not None:
+        lines.append(f"  cannot be run: {split}")
     for device, missing in sorted(found.over.items(), key=lambda item: -item[1])[:1]:
         lines.append(
             f"  does not fit: device {device} is {missing / 1e9:.3g} GB short, {len(found.over)} device(s) in all"
@@ -42,9 +45,10 @@ def _reasons(found: Prediction) -> list[str]:
 
 
 def all_as_text(every: dict[str, Prediction | InputError]) -> str:
-    """Plans of all methods, the fastest that fits first in the table at the end."""
+    """Plans of all methods, the fastest of those that fit and can be run first in the table at the end."""
     texts = [f"{name}: {one}" if isinstance(one, InputError) else as_text(one) for name, one in every.items()]
-    fitting = [one for one in every.values() if not isinstance(one, InputError) and not one.over]
+    planned = [one for one in every.values() if not isinstance(one, InputError)]
+    fitting = [one for one in planned if not one.over and less_than_a_row(one) is None]
     if fitting:
         ranked = sorted(fitting, key=lambda one: -one.throughput)
         best = ranked[0]

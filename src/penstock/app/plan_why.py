@@ -85,6 +85,14 @@ def proof(found: Prediction) -> str | None:
     return f"no plan can be more than {outcome.gap:.1%} faster ({outcome.simulated} plans simulated{early})"
 
 
+def less_than_a_row(found: Prediction) -> str | None:
+    """Why no batch could be trained so: a planner that knows no rows splits micro-batches at will."""
+    rows, most = found.outcome.profile.samples, max(found.plan.replicas)
+    if most <= rows or found.timeline.schedule.shape.turns:
+        return None
+    return f"{most} replicas share micro-batches of {rows} row(s), less than a row each; use larger ones (--microbatch)"
+
+
 def traffic(found: Prediction) -> list[Moved]:
     """What moves in one step, between stages and in reductions."""
     shape, costs, plan = found.timeline.schedule.shape, found.timeline.costs, found.plan

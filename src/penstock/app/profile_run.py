@@ -1,7 +1,7 @@
 """`penstock profile`: from a config to a Profile, measured here by as many processes at a time as will train.
 
-Where that is more than one, they are started with `python -m penstock.app.profile_run CONFIG`; the first leaves what
-all of them found in a file.
+Where that is more than one, they are workers that run this (worker.py); the first leaves what all of them found in a
+file.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def run(request: Request, busy: int | None, out: TextIO | None) -> Measured | in
     if processes == 1:
         return _measured(task, request, Company(), out)
     from penstock.app.launch import launch
+    from penstock.app.worker import command
 
     with TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         asked = replace(request, flags=request.flags | {"out": str(found)})
-        code = launch([sys.executable, "-m", "penstock.app.profile_run", *asked.words()], processes)
+        code = launch(command("penstock.app.profile_run", asked.words()), processes)
         return code or _from_json(json.loads(found.read_text(encoding="utf-8")))
 
 

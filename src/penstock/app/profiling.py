@@ -23,6 +23,7 @@ from penstock.profiler.bench import Batch
 from penstock.profiler.measure import Measured, Wish, measure
 from penstock.profiler.sampling import Company, Show, unseen
 
+MOST_THREADS = 1024  # torch dies where the system cannot give it as many as it was told to take
 LossFunction = Callable[[Any, Any], Any]
 Optimizer = Callable[..., torch.optim.Optimizer]
 
@@ -78,7 +79,7 @@ def profiled(
         Settings(device, seed, autocast=read_precision(precision, device)),
         None if optimizer is None else partial(made, optimizer),
         whole("repetitions", repetitions),
-        whole("threads", threads),
+        whole("threads", threads, most=MOST_THREADS),
         company or Company(),
         show,
     )

@@ -55,8 +55,9 @@ def start(module: str, work: Callable[[Request], int], request: Request, inline:
     if inline or stages == 1:
         return work(request)
     from penstock.app.launch import launch
+    from penstock.app.worker import command
 
-    return launch([sys.executable, "-m", module, *request.words()], stages)
+    return launch(command(module, request.words()), stages)
 
 
 def launched() -> bool:

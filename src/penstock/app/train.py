@@ -1,6 +1,6 @@
 """Training from a config: what each worker runs, and what the first of them says of it.
 
-`penstock train` starts workers with `python -m penstock.app.train CONFIG`, or runs this in its own process.
+`penstock train` starts workers that run this (worker.py), or runs it in its own process.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ class Footprint:
     weights: FloatArray  # one version of the weights
     gradients: FloatArray
     optimizer: FloatArray
+    buffers: FloatArray | None = None  # there is one of them, however many versions of the weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,9 +208,10 @@ def plan_costs(shape: Shape, profile: Profile, plan: Plan, cluster: Cluster) -> 
             kept,
             total("kept_until_weight_bytes"),
             incoming,
-            parameters + total("buffer_bytes"),
+            parameters,
             parameters,
             total("optimizer_bytes"),
+            total("buffer_bytes"),
         ),
         host_copy=_host_copy(shape, plan, cluster, np.where(again, incoming, kept), slowdown),
         full_backward=total("backward") + own.backward

@@ -114,9 +114,9 @@ def _version_changes(schedule: Schedule, weights: FloatArray) -> Changes:
 
 def standing(shape: Shape, costs: Costs) -> dict[Kind, FloatArray]:
     """What every slot holds all the time."""
-    weights, optimizer = np.zeros(shape.ranks), np.zeros(shape.ranks)
-    np.add.at(weights, shape.stage_rank, costs.footprint.weights)
-    np.add.at(optimizer, shape.stage_rank, costs.footprint.optimizer)
+    weights, optimizer, foot = np.zeros(shape.ranks), np.zeros(shape.ranks), costs.footprint
+    np.add.at(weights, shape.stage_rank, foot.weights + (0.0 if foot.buffers is None else foot.buffers))
+    np.add.at(optimizer, shape.stage_rank, foot.optimizer)
     return {Kind.WEIGHTS: weights[shape.slot_rank], Kind.OPTIMIZER: optimizer[shape.slot_rank]}
 
 

@@ -38,7 +38,7 @@ class Layer:
     def __post_init__(self) -> None:
         text("the name of a layer", self.name, CORRECT)
         for entry in fields(self)[1:]:
-            number(f"{entry.name} of layer {self.name!r}", getattr(self, entry.name), CORRECT)
+            _take(self, entry.name, f"{entry.name} of layer {self.name!r}")
 
     @classmethod
     def from_json(cls, data: dict[str, Any], at: int) -> Layer:
@@ -69,7 +69,7 @@ class Sent:
     bytes: float
 
     def __post_init__(self) -> None:
-        number(f"bytes of a tensor that layer {self.source} sends", self.bytes, CORRECT)
+        _take(self, "bytes", f"bytes of a tensor that layer {self.source} sends")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,14 @@ class PerStage:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            number(f"{entry.name} of per_stage", getattr(self, entry.name), CORRECT)
+            _take(self, entry.name, f"{entry.name} of per_stage")
+
+
+def _take(noun: object, name: str, what: str) -> None:
+    """Make a figure a float, if it is one: planners add them up in arrays, where whole numbers have 64 bits."""
+    value = getattr(noun, name)
+    number(what, value, CORRECT)
+    object.__setattr__(noun, name, float(value))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Ideals:
     masks: list[int]  # bit l: layer l is in the set
     seconds: FloatArray
     parameters: FloatArray
-    standing: FloatArray  # bytes that stay whatever is in flight: gradients and optimizer
+    standing: FloatArray  # bytes that stay whatever is in flight: gradients, buffers and optimizer
     version: FloatArray  # bytes that each mini-batch in flight adds: a weight version and activations
     cut: FloatArray  # bytes that leave the set
     below: BoolArray  # [i, j]: i is a proper part of j
@@ -51,8 +51,8 @@ class Ideals:
             masks,
             seconds=total([layer.seconds for layer in layers]),
             parameters=total([layer.parameter_bytes for layer in layers]),
-            standing=total([layer.parameter_bytes + layer.optimizer_bytes for layer in layers]),
-            version=total([x.parameter_bytes + x.buffer_bytes + x.kept_bytes for x in layers]),
+            standing=total([x.parameter_bytes + x.buffer_bytes + x.optimizer_bytes for x in layers]),
+            version=total([layer.parameter_bytes + layer.kept_bytes for layer in layers]),
             cut=_leaving(profile, member),
             below=_inclusion(member),
         )
