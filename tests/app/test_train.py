@@ -342,6 +342,11 @@ def test_what_a_config_names_must_be_there(sections, said):
         given.pipeline()
 
 
+def test_an_optimizer_that_does_not_take_all_weights_is_refused():
+    with pytest.raises(InputError, match=r"optimizer.name: .*Muon \(Muon only supports 2D.*; write \"muon\", which"):
+        task(model=GPT, optimizer={"name": "Muon", "lr": 0.01}).pipeline()
+
+
 def test_a_vocabulary_smaller_than_the_texts_is_refused():
     with pytest.raises(InputError, match=r"model.vocab: expected at least the data's"):
         task(model=GPT | {"vocab": 5}).pipeline()
