@@ -291,6 +291,14 @@ def test_verify_finds_a_model_that_a_pipeline_breaks():
     assert compare(own(double=True, careless=True, schedule="naive"), 3).ok, "one micro-batch at a time hides it"
 
 
+def test_verify_finds_a_loss_that_is_another_though_gradients_and_weights_are_equal():
+    asked = OWN | {"training": OWN["training"] | {"loss": "broken:drifting"}, "pipeline": {"stages": 2}}
+    verdict = compare(Task(understood(asked, "test"), double=True), 2)
+    assert verdict.loss.absolute == pytest.approx(4)  # micro-batches
+    assert all(part.relative < 1e-9 for stage in verdict.stages for part in (stage.gradient, stage.weight))
+    assert not verdict.ok
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_verify_finds_a_stage_that_computes_a_little_wrong(monkeypatch, stage):
     from penstock.model.stage import Stage
