@@ -97,8 +97,8 @@ def test_ctrl_c_comes_once_and_can_be_handled(tmp_path):
 
 
 def test_workers_that_have_not_begun_die_with_the_launcher(tmp_path):
-    """Before any code of penstock runs in them."""
-    with launched(tmp_path, 2, script=script(tmp_path, "time.sleep(100)")) as run:
+    """Before any code of penstock runs in them. As programs: forked ranks are not what the launcher starts."""
+    with launched(tmp_path, 2, script=script(tmp_path, "time.sleep(100)"), fork=False) as run:
         pids = run.begun(2)
         os.kill(run.process.pid, signal.SIGKILL)
         all_gone([*pids.values()], 1.0)
