@@ -10,6 +10,7 @@ import pytest
 
 import commands
 from penstock import check, from_csv
+from ranks import launched
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,6 +45,20 @@ def test_python_blocks_run(code, tmp_path):
     block.write_text(code)
     done = commands.python(block, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def sizes(code):
+    return {int(size) for size in re.findall(r"stages=(\d+)", code) if "pipe.train(" in code}
+
+
+@pytest.mark.parametrize("code", [block for block in blocks("python") if len(sizes(block.values[0])) == 1])
+def test_scripts_that_train_one_pipeline_run_on_workers_too(code, tmp_path):
+    """README's script once made data of its own on each rank, which workers refuse."""
+    block = tmp_path / "block.py"
+    block.write_text(code)
+    with launched(tmp_path, *sizes(code), script=str(block)) as run:
+        assert run.wait() == 0, run.said
+    assert run.out.read_text() != ""
 
 
 @pytest.mark.parametrize("command", named_commands())

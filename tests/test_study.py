@@ -1,11 +1,16 @@
 """The convergence study runs, and its page shows what its results say."""
 
 import pytest
+import torch
+from benchmarks.study.costs import method_cost
 from benchmarks.study.methods import METHODS
 from benchmarks.study.page import PAGE, filled
 from benchmarks.study.plan import RESULTS, cells, missing, read
 from benchmarks.study.run import Run, pipeline, train
 from benchmarks.study.tasks import TASKS
+
+import penstock
+from penstock.app.compare_memory import stage_bytes
 
 
 def losses(pipe, task, count):
@@ -44,3 +49,22 @@ def test_the_study_is_complete_and_small():
     assert not list(missing(read()))
     assert {cell[2] for cell in cells()} == {0, 4, 8, 16}
     assert RESULTS.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize(
+    "name", ["2bw", "2bw predict", "pipedream", "pipedream predict", "pipemare bare", "pipemare T2"]
+)
+def test_versions_are_as_many_as_the_engine_holds(name):
+    """Forecasts and corrected weights included, on the rank that has most."""
+    torch.manual_seed(0)
+    method, p = METHODS[name], 4
+    m = max(1, method.times * p)
+    pipe = penstock.Pipeline(
+        torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(p))), example=torch.randn(m, 4), stages=p,
+        schedule=method.schedule, microbatches=m, loss=torch.nn.functional.mse_loss, optimizer=method.optimizer,
+        verify=False, **method.options,
+    )  # fmt: skip
+    most = 0.0
+    for _ in pipe.train([(torch.randn(m, 4), torch.randn(m, 4)) for _ in range(20)]):
+        most = max(most, *(1 + held["versions"] / held["weights"] for held in stage_bytes(pipe).values()))
+    assert method_cost(name, p).versions == most

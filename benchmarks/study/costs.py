@@ -48,8 +48,11 @@ def method_cost(name: str, stages: int) -> Cost:
         return synchronous(stages, asynchronous("2bw", stages, stages).memory)
     vertical = bool(method.options.get("vertical_sync"))
     found = asynchronous(method.schedule, stages, max(1, method.times * stages), vertical)
-    # T2's delta, or the last step that a forecast goes by: a copy more, which the simulator does not know of.
-    copies = int(method.options.get("t2", method.schedule == "pipemare") or "predict" in method.options)
+    copies = 0  # that the simulator does not know of
+    if method.options.get("t2", method.schedule == "pipemare"):
+        copies += 2  # T2's delta, and the corrected weights
+    if "predict" in method.options:  # the last step; a forecast from the newest version, under 2bw from both
+        copies += 3 if method.schedule == "2bw" else 2
     return replace(found, memory=found.memory + copies / stages, versions=found.versions + copies)
 
 

@@ -30,6 +30,16 @@ def make_model(careless):
     return nn.Sequential(*(block(index) for index in range(4)), nn.Linear(8, 8))
 
 
+calls = 0
+
+
+def drifting(result, target):
+    """A loss that tells more each time it is trained by; its gradients are as they should be."""
+    global calls
+    calls += torch.is_grad_enabled()
+    return nn.functional.mse_loss(result, target) + calls
+
+
 def make_batches():
     source = torch.Generator().manual_seed(5)
     while True:

@@ -15,7 +15,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -127,6 +127,8 @@ EVENTS: dict[str, Callable[[Both], object]] = {
     st.dictionaries(st.integers(0, 9), st.sampled_from(["step", *EVENTS]), max_size=4),
     st.integers(2, 4),
 )
+@example(Method("pipedream", options={"predict": "xpipe"}), {0: "load_state_dict"}, 2)
+@example(Method("pipemare"), {3: "load_state_dict"}, 3)
 def test_whatever_is_asked_in_between_drains_and_loses_nothing(method, events, n):
     both = Both(method, n=n, count=10, rule=ADAMW)
     extra, found = both.model.batches(1, rows=4, seed=9)[0], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from typing import Any
 
@@ -237,3 +238,32 @@ def test_fp16_trains_as_fp32_does_but_for_its_precision():
     assert found[1] == pytest.approx(found[0], rel=2e-3)
     assert found[2] == pytest.approx(found[0], rel=2e-2)
     assert found[1] != found[0]
+
+
+class Replacing(torch.optim.Optimizer):
+    """SGD as some write it: each update puts a new tensor in the weight's place."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data = weight.data - group["lr"] * weight.grad
+
+
+@pytest.mark.parametrize(("schedule", "m", "options"), METHODS)
+def test_an_optimizer_that_puts_new_tensors_in_the_place_of_weights_loses_no_update(schedule, m, options):
+    torch.manual_seed(0)
+    start = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))).double()
+    batches = [(torch.randn(6, 4).double(), torch.randn(6, 4).double()) for _ in range(8)]
+    found = []
+    for kind in (torch.optim.SGD, Replacing):
+        given = {"optimizer": lambda params, kind=kind: kind(params, lr=0.1), **options}
+        pipe = made(copy.deepcopy(start), schedule, m, batches[0][0], **given)
+        losses = [record.loss for record in pipe.train(batches)]
+        found.append((losses, pipe.state_dict()))
+    assert found[1][0] == pytest.approx(found[0][0], abs=1e-12)
+    for name, weight in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], weight, rtol=0, atol=1e-12)

@@ -177,6 +177,8 @@ def test_while_an_accumulation_is_pending_it_is_refused():
     [
         ("interleaved", {"microbatches": 3}, "a schedule for 3 stages placed on ranks .0, 1, 2., but got interleaved"),
         ("zb-v", {}, "a schedule for 3 stages placed on ranks .0, 1, 2., but got zb-v"),
+        ("interleaved", {"chunks": 2}, "options of the schedule's own method, but got chunks; leave it out"),
+        ("1f1b", {"stages": 2}, "options of the schedule's own method, but got stages; leave it out"),
         ("2bw", {"microbatches": 2}, "microbatches to be at least its depth of 3 stages, but got 2"),
         ("pipedreem", {}, "the name of a method, but got 'pipedreem'; try pipedream"),
         ("1f1b", {"t1": 3}, "an asynchronous schedule for t1, but got '1f1b'"),

@@ -287,6 +287,11 @@ def test_a_loader_that_yields_no_pairs(batch):
         list(pipe.train([batch]))
 
 
+def test_a_loader_that_is_none():
+    with pytest.raises(InputError, match="a loader that can be iterated over, but got int"):
+        list(build().train(5))
+
+
 def test_a_model_whose_parameters_all_are_frozen():
     given = plain.case("mlp")
     model = given.fresh().requires_grad_(False)

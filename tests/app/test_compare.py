@@ -209,7 +209,7 @@ def test_k_and_n_come_from_the_budget_or_from_the_user():
         (Wish(t3=-1), (), "--t3 to be at least 1"),
         (Wish(), (("lr = 1e-2", ""),), "optimizer.lr: expected the learning rate that all methods share"),
         (Wish(), (("stages = 4", "stages = 60"),), "at most .* stages for this model's layers, but got 60"),
-        (Wish(), (("lr = 1e-2", "lr = -1.0"),), "values that AdamW takes"),
+        (Wish(), (("lr = 1e-2", "lr = -1.0"),), "a value that AdamW takes"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(small, wish, changes, said):

@@ -210,13 +210,13 @@ def test_everything_wrong_is_said_at_once(tmp_path):
         ("stages = 2", "stages = 2\nseed = -1", "pipeline.seed", "a whole number of at least 0, but got -1"),
         ("stages = 2", "stages = 2\nclip = inf", "pipeline.clip", "a number above 0, but got inf"),
         ("stages = 2", 'stages = "2"', "pipeline.stages", 'a whole number of at least 1, but got "2"'),
-        ("lr = 1e-3", "lr = -1.0", "optimizer", "values that AdamW takes, but got Invalid learning rate: -1.0"),
+        ("lr = 1e-3", "lr = -1.0", "optimizer.lr", "a value that AdamW takes, but got -1.0 (Invalid learning rate: "),
         ("lr = 1e-3", "weight_deca = 1.0", "optimizer.weight_deca", "an argument of torch.optim.AdamW, but got an un"),
         ('"AdamW"', '"muon"\nmatrices = 1', "optimizer.matrices", "an argument of muon, but got an unknown"),
         ('"AdamW"', '"nesterov"\nmomentum = 0.9', "optimizer.momentum", "an argument of nesterov, but got an unknown"),
         ('"AdamW"', '"LBFGS"', "optimizer.name", "a class of torch.optim"),
         ("[training]", "[optimizer.scheduler]\nname = 3\n[training]", "optimizer.scheduler.name", "the name of"),
-        ("[training]", '[optimizer.scheduler]\nname = "StepLR"\n[training]', "optimizer.scheduler", "values that"),
+        ("[training]", '[optimizer.scheduler]\nname = "StepLR"\n[training]', "optimizer.scheduler.step_size", "an arg"),
         ('name = "AdamW"', "scheduler = 3", "optimizer.scheduler", "a section [optimizer.scheduler], but got 3"),
         ("steps = 3", 'steps = 3\nloss = "hinge"', "training.loss", '"cross-entropy", "mse", or a function'),
         ("steps = 3", 'steps = 3\nreport = ""', "training.report", 'a path, but got ""'),
@@ -227,6 +227,37 @@ def test_one_fault_is_one_line(tmp_path, old, new, path, said):
     found = faults(tmp_path, GOOD.replace(old, new))
     assert list(found) == [path]
     assert found[path].startswith(f"expected {said}"), found[path]
+
+
+def test_every_value_that_an_optimizer_or_a_scheduler_refuses_has_its_own_line(tmp_path):
+    """torch itself stops at the first; and what it says of a scheduler that lacks an argument names no key."""
+    text = GOOD.replace("lr = 1e-3", 'lr = "fast"\nweight_decay = -1\neps = 1e-8\namount = 3')
+    text += '[optimizer.scheduler]\nname = "OneCycleLR"\npct_start = 7.0\nanneal_strategy = "steps"\n'
+    found = faults(tmp_path, text)
+    expected = {
+        "optimizer.lr": 'a value that AdamW takes, but got "fast" (',
+        "optimizer.weight_decay": "a value that AdamW takes, but got -1 (Invalid weight_decay value: -1)",
+        "optimizer.amount": "an argument of torch.optim.AdamW, but got an unknown one",
+        "optimizer.scheduler.max_lr": "an argument that torch.optim.lr_scheduler.OneCycleLR needs, but got nothing",
+    }
+    assert found.keys() == expected.keys()
+    for path, said in expected.items():
+        assert found[path].startswith(f"expected {said}"), found[path]
+    text = GOOD + '[optimizer.scheduler]\nname = "CyclicLR"\nbase_lr = 0.1\nmax_lr = 1.0\nmode = "zigzag"\n'
+    assert list(faults(tmp_path, text)) == ["optimizer.scheduler.mode"]
+    text = GOOD + '[optimizer.scheduler]\nname = "StepLR"\nstep_size = 3\nlast_epoch = "two"\n'
+    assert list(faults(tmp_path, text)) == ["optimizer.scheduler.last_epoch"]
+
+
+def test_values_that_are_wrong_together_are_told_of_the_section(tmp_path):
+    sgd = GOOD.replace("betas = [0.9, 0.95]", "").replace('"AdamW"', '"SGD"\nnesterov = true')
+    assert list(faults(tmp_path, sgd)) == ["optimizer.nesterov"]
+    assert list(faults(tmp_path, sgd.replace("lr = 1e-3", "lr = -1\nmomentum = 0.9"))) == ["optimizer.lr"]
+    found = faults(tmp_path, sgd.replace("nesterov", "fused = true\nforeach"))
+    assert found["optimizer"].startswith("expected values that SGD takes together, but got")
+    text = GOOD + '[optimizer.scheduler]\nname = "OneCycleLR"\nmax_lr = 0.1\ntotal_steps = 9\npct_start = 7.0\n'
+    found = faults(tmp_path, text)
+    assert found["optimizer.scheduler"].startswith("expected values that OneCycleLR takes together, but got")
 
 
 def test_a_section_that_is_none(tmp_path):

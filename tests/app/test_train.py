@@ -291,6 +291,14 @@ def test_verify_finds_a_model_that_a_pipeline_breaks():
     assert compare(own(double=True, careless=True, schedule="naive"), 3).ok, "one micro-batch at a time hides it"
 
 
+def test_verify_finds_a_loss_that_is_another_though_gradients_and_weights_are_equal():
+    asked = OWN | {"training": OWN["training"] | {"loss": "broken:drifting"}, "pipeline": {"stages": 2}}
+    verdict = compare(Task(understood(asked, "test"), double=True), 2)
+    assert verdict.loss.absolute == pytest.approx(4)  # micro-batches
+    assert all(part.relative < 1e-9 for stage in verdict.stages for part in (stage.gradient, stage.weight))
+    assert not verdict.ok
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_verify_finds_a_stage_that_computes_a_little_wrong(monkeypatch, stage):
     from penstock.model.stage import Stage
@@ -340,6 +348,11 @@ def test_what_a_config_names_must_be_there(sections, said):
     given = Task(understood(OWN | {"pipeline": {"stages": 2}} | sections, "test"))
     with pytest.raises(InputError, match=said):
         given.pipeline()
+
+
+def test_an_optimizer_that_does_not_take_all_weights_is_refused():
+    with pytest.raises(InputError, match=r"optimizer.name: .*Muon \(Muon only supports 2D.*; write \"muon\", which"):
+        task(model=GPT, optimizer={"name": "Muon", "lr": 0.01}).pipeline()
 
 
 def test_a_vocabulary_smaller_than_the_texts_is_refused():

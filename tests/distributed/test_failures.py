@@ -16,7 +16,7 @@ from ranks import Run, all_gone, launched
 
 SCRIPT = str(Path(__file__).parent / "train_rank.py")
 LIMIT = 5.0  # seconds in which all have to end
-PLACE = r"\d+[FBIW]\d+([<>]\d+)? \(stage \d+, micro-batch \d+\)"
+PLACE = r"\d+([FBIW]\d+(@\d+)?([<>]\d+)? \(stage \d+, micro-batch \d+\)|U@\d+ \(stage \d+\))"
 
 
 def shm() -> set[str]:
@@ -30,7 +30,7 @@ def training(folder: Path, ranks: int, **asked):
 def test_killed_at_a_random_action_twenty_times(tmp_path):
     before, dice = shm(), random.Random(11)
     for attempt in range(20):
-        ranks, method = dice.choice([2, 3]), dice.choice(["1f1b", "gpipe", "zb-h1"])
+        ranks, method = dice.choice([2, 3]), dice.choice(["1f1b", "zb-h1", "pipedream", "2bw", "pipemare"])
         victim = dice.randrange(ranks)
         with training(tmp_path / str(attempt), ranks, steps=100_000, schedule=method) as run:
             pids = run.begun(ranks)

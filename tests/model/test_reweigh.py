@@ -170,6 +170,28 @@ DERIVED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("named", ["exp of w0", "clone of w0", "mm of linear.weight"])
+def test_what_is_made_of_frozen_weights_is_no_others_for_the_backward(named):
+    torch.manual_seed(0)
+    module, x = DERIVED[named]().requires_grad_(False), torch.randn(3, WIDTH, requires_grad=True)
+    saved(module, x).sum().backward()
+    (plain,) = torch.autograd.grad(module(x).sum(), x)
+    assert torch.equal(x.grad, plain)
+
+
+def test_casts_of_frozen_weights_under_autocast_stay_and_those_of_others_follow():
+    """The casts of a frozen table and head, of which autograd keeps no history, were once taken for made weights."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), torch.randn(3, WIDTH)
+    module[2].requires_grad_(False)
+    inner, second = torch.tanh(module[0](x)).detach(), values(module) | {"0.weight": torch.randn(WIDTH, WIDTH)}
+    found = bent(module, x.requires_grad_(), second, lambda: torch.autocast("cpu", BF16))
+    assert found.pop("2.weight") is found.pop("2.bias") is None
+    before = torch.ones(3, WIDTH).cumsum(0) @ module[2].weight * (1 - inner**2)
+    wanted = {"x": before @ second["0.weight"], "0.weight": before.t() @ x, "0.bias": before.sum(0)}
+    assert far(found, wanted) < 0.02 * max(gradient.abs().max().item() for gradient in wanted.values())
+
+
 @pytest.mark.parametrize("named", DERIVED)
 def test_a_weight_made_of_weights_is_refused_by_name(named):
     torch.manual_seed(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.app.config import as_arguments
@@ -76,15 +76,53 @@ def _made(
     if name not in kinds:
         yield Fault(f"{path}.name", f"a class of {home.__name__}", shown(name), nearest(name, set(kinds)))
         return None
-    known = set(list(inspect.signature(kinds[name]).parameters)[1:]) - hidden
+    takes = dict(list(inspect.signature(kinds[name]).parameters.items())[1:])
+    known = set(takes) - hidden
+    whose = name if name in (ours or {}) else f"{home.__name__}.{name}"
     for key in arguments.keys() - known:
-        whose = name if name in (ours or {}) else f"{home.__name__}.{name}"
         yield Fault(f"{path}.{key}", f"an argument of {whose}", "an unknown one", nearest(key, known))
-    try:
-        return kinds[name](first, **{key: value for key, value in arguments.items() if key in known})
-    except Exception as error:  # whatever torch says of values that it cannot use
-        yield Fault(path, f"values that {name} takes", str(error))
+    needed = [key for key, one in takes.items() if _is_needed(one)]
+    missing = [key for key in needed if key not in arguments]
+    for key in missing:
+        yield Fault(f"{path}.{key}", f"an argument that {whose} needs", "nothing", "add it")
+    if missing:
         return None
+    right = {key: value for key, value in arguments.items() if key in known}
+    error = _refusal(kinds[name], first, right)
+    if error is None:
+        return kinds[name](first, **right)
+    expected = f"a value that {name} takes"
+    wrong = _refused_alone(right, needed, lambda some: _refusal(kinds[name], first, some))
+    yield from [Fault(f"{path}.{key}", expected, f"{shown(right[key])} ({said})") for key, said in wrong.items()]
+    if not wrong:
+        yield Fault(path, f"values that {name} takes together", error)
+    return None
+
+
+def _refused_alone(given: Good, needed: Sequence[str], refusal: Callable[[Good], str | None]) -> dict[str, str]:
+    """What is said of each value that is refused beside those alone that must be there; or of the only such one."""
+    least = {key: given[key] for key in needed}
+    said = refusal(least)
+    if said is not None:
+        return {needed[0]: said} if len(needed) == 1 and said == refusal(given) else {}
+    suspects = {key for key, value in given.items() if refusal(least | {key: value}) is not None}
+    beside = {key: value for key, value in given.items() if key not in suspects}  # some values need others
+    found = {key: refusal(beside | {key: given[key]}) for key in given if key in suspects}
+    return {key: said for key, said in found.items() if said is not None}
+
+
+def _refusal(kind: Callable[..., Any], first: Any, arguments: Good) -> str | None:
+    """Whatever torch says of values that it cannot use."""
+    try:
+        kind(first, **arguments)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def _is_needed(one: inspect.Parameter) -> bool:
+    plain = one.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return plain and one.default is inspect.Parameter.empty
 
 
 def _usable(kind: Any, base: type) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -70,6 +71,7 @@ class Equipped:
 
 def choose(wanted: Wanted, stages: int | None, cuts: Sequence[str] | None) -> Chosen:
     """Read which schedule is wanted."""
+    _require_methods_own(wanted.options)
     if isinstance(wanted.schedule, str):
         require_known(wanted.schedule, wanted.options)
     asked = Asked(wanted.schedule, stages, wanted.microbatches, wanted.chunks, without_remedies(wanted.options))
@@ -153,6 +155,17 @@ def _require_own_weights(floor: Floor) -> None:
             "predict='spectrain' for weights that one stage uses alone",
             f"{floor.names[floor.mail.groups[0].parameters[0]]}, which stages of different processes share",
             "use predict='xpipe'",
+        )
+
+
+def _require_methods_own(options: dict[str, Any]) -> None:
+    """The model's stages are a Pipeline's for good: no option of a schedule says how many there are, or where."""
+    settled = [name for name in ("stages", "chunks", "edges") if name in options]
+    if settled:
+        raise InputError(
+            "options of the schedule's own method",
+            ", ".join(settled),
+            "leave it out: the Pipeline's stages stay as they are; make one of its own for others",
         )
 
 

@@ -15,7 +15,12 @@ from penstock.model import tree
 
 def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """(inputs, target) of each batch."""
-    for batch in batches:
+    try:
+        every = iter(batches)
+    except TypeError:
+        came = type(batches).__name__
+        raise InputError("a loader that can be iterated over", came, "give a list of batches or a DataLoader") from None
+    for batch in every:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             came = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else type(batch).__name__
             raise InputError("a loader of (inputs, target)", came, "yield a pair; target may be None")

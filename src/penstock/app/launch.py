@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.watch.failure import Failure
 
-GRACE = 5.0  # seconds that the others have to end by themselves after the first has failed
+GRACE = 4.4  # seconds that the others have to end by themselves after the first has failed: all are to end within five
 HASTE = 3.5  # the same after Ctrl-C
 TICK = 100  # milliseconds
 LOOPBACK = "127.0.0.1"
@@ -197,7 +197,7 @@ def _outcome(crew: Crew, store: list[TCPStore], out: TextIO) -> int:
     print(f"penstock: {_words(rank, code, told)}", file=out, flush=True)
     if late:
         who = ", ".join(map(str, late))
-        print(f"penstock: still running {GRACE:.0f} s later, and ended: rank {who}", file=out, flush=True)
+        print(f"penstock: still running {GRACE:.1f} s later, and ended: rank {who}", file=out, flush=True)
     return code if code > 0 else 128 - code
 
 

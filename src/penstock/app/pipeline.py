@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from penstock.app.assemble import Assembled, assemble
-from penstock.app.checkpoint_drift import take_drift
 from penstock.app.crew import require_agreement
 from penstock.app.equip import Equipped, choose, describe, equip
 from penstock.app.first_loss import Compared, warn_coupled, warn_hidden
@@ -221,10 +220,12 @@ class Pipeline:
         return whole_state(self.crew, self.split)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the whole model's state; each rank takes what its stages need."""
+        """Load the whole model's state; each rank takes what its stages need.
+
+        What optimizers, and remedies against stale weights, keep of the steps before stays as it is.
+        """
         self.settle()
         take_state(self.split, state)
-        take_drift(self, {})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the training state to a new directory, between two steps; every rank has to call."""

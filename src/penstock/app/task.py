@@ -90,8 +90,17 @@ class Task:
         section = self.config.optimizer
         kind = OPTIMIZERS[section.name] if section.name in OPTIMIZERS else getattr(torch.optim, section.name)
         named = {"names": names} if takes_names(section.name) else {}
-        made: torch.optim.Optimizer = kind(params, **section.arguments, **named)
+        try:
+            made: torch.optim.Optimizer = kind(params, **section.arguments, **named)
+        except ValueError as error:  # its values were looked at with the config; these weights were not
+            expected, came = "an optimizer that takes all weights of a stage", f"{section.name} ({error})"
+            raise FormatError("optimizer.name", expected, came, self._other_optimizer) from None
         return made
+
+    @property
+    def _other_optimizer(self) -> str:
+        other = self.config.optimizer.name.lower()
+        return f'write "{other}", which has AdamW for the rest' if other == "muon" else "choose another"
 
     @property
     def scheduler(self) -> Callable[[torch.optim.Optimizer], Any] | None:

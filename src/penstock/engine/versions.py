@@ -74,6 +74,13 @@ class Versions:
         self.newest += 1
         self.show(after)
 
+    def take_in(self) -> None:
+        """After an update: an optimizer may have put tensors of its own in the place of those that are shown."""
+        for parameter, mine in zip(self.parameters, self.data[self.shown], strict=True):
+            if parameter.data_ptr() != mine.data_ptr():
+                mine.copy_(parameter.detach())
+                parameter.data = mine
+
     def forecast(self, key: Key, steps: list[Tensor]) -> None:
         """Make what `steps`, taken `key.ahead` times, would make of a version, unless it is there."""
         if key not in self.data:

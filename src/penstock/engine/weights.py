@@ -128,6 +128,7 @@ class Weights:
         with _unsafe_preserve_version_counter(tuple(p for held in mine for p in held.versions.parameters)):
             yield
         for held in mine:
+            held.versions.take_in()
             self._arrive(held, held.versions.data[held.versions.shown])
             held.seen = held.versions.newest
             if held.group is not None:

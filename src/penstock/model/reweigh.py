@@ -70,11 +70,15 @@ class Reweigh:
     @contextmanager
     def saving(self, path: object) -> Iterator[None]:
         """Around a forward. The first one on a path is looked at: whether it derives weights from weights."""
+        trained = [parameter for parameter in self.names if parameter.requires_grad]
         owners: dict[int, list[nn.Parameter]] = {}
-        for parameter in self.names:
+        for parameter in trained:
             if parameter.numel():
                 owners.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
-        origins = None if id(path) in self.looked_at else Origins(self.names, self.constants)
+        origins = None
+        if id(path) not in self.looked_at:
+            frozen = [parameter for parameter in self.names if not parameter.requires_grad]  # the same for any backward
+            origins = Origins(trained, [*self.constants, *frozen])
 
         def pack(tensor: torch.Tensor) -> Recipe:
             with torch._C.DisableTorchFunction():  # a walk would take these for functions that the model calls
