@@ -2,8 +2,9 @@
 
 A sample is `SOME` mini-batches that follow each other, each rank by its own clock. All ranks begin it together, but in
 the steady state a rank is ahead of the one before it by that one's backward: so as many mini-batches as there are ranks
-go by first, and are not counted. The limit is the slowest stage's own time: on the sleeping pipeline its sleeps, on the
-blocks what a stage's forward and backward take while both ranks compute and nothing is sent.
+go by first, and are not counted. The limit is the slowest stage's own time: what its forwards and backwards take by
+autograd alone, with no pipeline around them; on the blocks, while both ranks compute. What the sleeps of the sleeping
+pipeline take by themselves stands beside it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class SleepingFlow(Contest):
     def __init__(self, rank):
         sleeping.exact_timers()
         numbers, ranks = sleeping.SIZES["1 KB"], dist.get_world_size()
-        contenders = {"naps": sleeping.Naps()}
+        contenders = {"naps": sleeping.Naps(), "bare": sleeping.Bare(numbers)}
         for name, parts in (("pipedream", 1), ("2bw", 4), ("pipemare", 1)):
             x, y = torch.ones(parts, sleeping.ROW), torch.zeros(parts, 1)
             stages = [sleeping.Sleeper(numbers), *(sleeping.Sleeper() for _ in range(ranks - 1))]
@@ -111,8 +112,13 @@ class Updated:
             self.optimizer.step()
 
 
+def own_time(found, who):
+    """Seconds of a forward and a backward on the slowest rank."""
+    return max(found[who].told(rank, "F + B") for rank in range(sleeping.RANKS))
+
+
 def sleeping_lines(found):
-    each = max(found["naps"].told(rank, "F + B") for rank in range(sleeping.RANKS))
+    each = own_time(found, "bare")
     for name in ("pipedream 1", "2bw 4", "pipemare 1"):
         method, parts = name.split()
         seconds, limit = pace(found[name]), int(parts) * each

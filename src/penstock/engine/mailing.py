@@ -20,6 +20,7 @@ class Mailing:
 
     def __init__(self, acting: Acting, lanes: Lanes, device: torch.device, news: bool = False) -> None:
         self.acting, self.lanes, self.device, self.news = acting, lanes, device, news
+        self.on_host = device.type == "cpu"  # where all that comes lies already
 
     def next_run(self) -> None:
         """Messages from now on belong to another run than those before: the same on every rank."""
@@ -39,7 +40,9 @@ class Mailing:
                 f"another on the rank of stage {peer} than on that of stage {stage}",
                 "give every rank the same data (seed the loader alike), or give it on one rank with data='rank0'",
             )
-        values = {value: tensor.to(self.device) for value, tensor in message.values.items()}
+        values = message.values
+        if not self.on_host:
+            values = {value: tensor.to(self.device) for value, tensor in values.items()}
         self._heard(job, stage, peer, message.told)
         if peer < stage:
             desk.put(stage, microbatch, values)

@@ -22,6 +22,8 @@ _PLAIN = (type(None), bool, int, float, str)
 
 def tell(passage: Passage, seen: Trace) -> bytes:
     """The words for a passage, as far as it is not what the trace has."""
+    if not (passage.shapes or passage.plain or passage.grads):
+        return b""
     shapes = {
         value: [list(shape), _name(dtype)]
         for value, (shape, dtype) in passage.shapes.items()

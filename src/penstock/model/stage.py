@@ -252,4 +252,4 @@ def _run_backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor
 
 
 def _detached(result: Any) -> Any:
-    return result._replace(value=result.value.detach()) if isinstance(result, Loss) else result
+    return Loss(result.value.detach(), result.weight, result.times) if isinstance(result, Loss) else result
