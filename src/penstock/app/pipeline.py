@@ -37,7 +37,7 @@ from penstock.engine.worker import Worker
 from penstock.errors import InputError
 from penstock.model import tree
 from penstock.model.batch import ApartError, as_call, join, rows_of, spans, uneven_spans
-from penstock.model.loss import Loss, Total, total_of
+from penstock.model.loss import Total, total_of
 from penstock.model.seeding import random_states_kept
 from penstock.model.split import PathChangedError
 from penstock.model.stage import Job
@@ -275,7 +275,7 @@ class Pipeline:
         before = self.buffers.save()
         try:
             with random_states_kept(self.device), self.norms, self.optimizers.gathering(), self.busy():
-                found = self._agreed(self.engine.run(jobs))
+                found = self.engine.run(jobs)
                 found.require_usable()
         except BaseException:
             self.engine.drop()
@@ -295,12 +295,6 @@ class Pipeline:
             clock.tick()
             clock.end()
         return update
-
-    def _agreed(self, losses: list[Loss]) -> Total:
-        """The loss, which the last stage knows, on every rank."""
-        mine = self.crew.world.rank == self.crew.last
-        found = total_of(losses) if mine else Total(0.0, 0.0)
-        return Total(*self.crew.tell([found.total, found.weight]))
 
     def _again(self, run: Callable[[], Any]) -> Any:
         """Run something, and once more if a path has changed: it is then traced afresh, where all weights are."""

@@ -12,6 +12,7 @@ from penstock.core.action import Op
 from penstock.core.check import Proven
 from penstock.engine.acting import Acting, apart_in, flat
 from penstock.engine.order import dependency_order
+from penstock.model.loss import Total, total_of
 from penstock.model.stage import Job, Stage
 
 
@@ -23,13 +24,13 @@ class InlineEngine:
         self.order = [action for action in order if action.op <= Op.FB]
         self.acting = Acting(stages, apart_in(self.order), turn)
 
-    def run(self, jobs: list[Job]) -> list[Any]:
-        """Forward and backward of all micro-batches; gradients are in the parameters. Returns what the jobs made."""
+    def run(self, jobs: list[Job]) -> Total:
+        """Forward and backward of all micro-batches; gradients are in the parameters. Returns the loss of all."""
         self.acting.begin(jobs)
         with self.acting.watched():
             for action in self.order:
                 self.acting.act(action.op, action.stage, action.microbatch)
-        return self.acting.results
+        return total_of(self.acting.results)
 
     def forward(self, jobs: list[Job]) -> list[Any]:
         """Forwards alone."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,13 +13,26 @@ from penstock.engine.lanes import Lanes
 from penstock.engine.told import hear, tell
 from penstock.engine.transport.lane import Key, LaneName, Message
 from penstock.errors import InputError
+from penstock.model.loss import Total, total_of
 from penstock.model.stage import Job
 
 
 class Mailing:
-    """Sends and receives of one rank. `news`: whether losses, scales and norms go along with the tensors."""
+    """Sends and receives of one rank. `news`: whether losses, scales and norms go along with the tensors.
 
-    def __init__(self, acting: Acting, lanes: Lanes, device: torch.device, news: bool = False) -> None:
+    `ends`: by stage, the micro-batch whose backward is the last that goes to the stage before. The loss of a whole
+    mini-batch goes along with it, so that nobody has to meet for that.
+    """
+
+    def __init__(
+        self,
+        acting: Acting,
+        lanes: Lanes,
+        device: torch.device,
+        news: bool = False,
+        ends: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        self.ends, self._loss = ends, b""
         self.acting, self.lanes, self.device, self.news = acting, lanes, device, news
         self.on_host = device.type == "cpu"  # where all that comes lies already
 
@@ -53,15 +67,24 @@ class Mailing:
         if peer == stage + 1:
             told = tell(job.passage, job.path.trace)
             return job.words.down() + told if self.news else told
-        return job.words.up() if self.news and peer == stage - 1 else b""
+        if peer == stage - 1 and self.news:
+            return job.words.up()
+        return self.loss().pack() if peer == stage - 1 and self.ends.get(stage) == job.number else b""
 
     def _heard(self, job: Job, stage: int, peer: int, told: bytes) -> None:
         if peer < stage:
             if self.news and peer == stage - 1:
                 told = job.words.heard_down(told)
             hear(told, job.passage, job.path.trace)
-        elif self.news and peer == stage + 1:
+        elif peer == stage + 1 and self.news:
             job.words.heard_up(told)
+        elif peer == stage + 1 and told:
+            self._loss = told
+
+    def loss(self) -> Total:
+        """Of the mini-batch: the last stage's rank knows it when all forwards are done, the others have heard it."""
+        found = self.acting.results
+        return total_of(found) if found[0] is not None else Total.unpack(self._loss)
 
     def forward(self, jobs: list[Job], turn: Callable[[int], None]) -> list[Any]:
         """Forwards alone, stage by stage: what is needed comes from the other ranks. The jobs are `acting`'s."""

@@ -19,6 +19,7 @@ from penstock.engine.lanes import Lanes
 from penstock.engine.mailing import Mailing
 from penstock.engine.watch.watch import Watch
 from penstock.engine.weigh import Act, Weigh
+from penstock.model.loss import Total
 from penstock.model.stage import Job, Stage
 
 
@@ -44,17 +45,18 @@ class Worker:
             clock,
         )
         device = stages[0].settings.device
-        self.mailing = Mailing(self.acting, lanes, device)
+        ends = {row.stage: row.microbatch for row in self.rows if row.op is Op.SEND_B and row.peer == row.stage - 1}
+        self.mailing = Mailing(self.acting, lanes, device, ends=ends)
         self.weigh = None if clock is None else Weigh(self.acting, device)
 
-    def run(self, jobs: list[Job]) -> list[Any]:
-        """Forward and backward of all micro-batches; gradients are in the parameters. Returns what the jobs made."""
+    def run(self, jobs: list[Job]) -> Total:
+        """Forward and backward of all micro-batches; gradients are in the parameters. Returns the loss of all."""
         self.acting.begin(jobs)
         self.mailing.next_run()
         with running(self.watch), self.acting.watched():
             act = self.acting.act if self.weigh is None else self.weigh.begin()
             self._rows(self.watch.doing, self.clock, act)
-        return self.acting.results
+        return self.mailing.loss()
 
     def _rows(self, doing: Callable[[Row], None], clock: Clock | None, act: Act) -> None:
         if clock is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import struct
 from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 
 from penstock.errors import InputError
+
+_PACKED = struct.Struct("<2d")
 
 
 class Loss(NamedTuple):
@@ -45,6 +48,13 @@ class Total(NamedTuple):
     @property
     def mean(self) -> float:
         return self.total / self.weight
+
+    def pack(self) -> bytes:
+        return _PACKED.pack(*self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Total:
+        return cls(*_PACKED.unpack(data))
 
     def require_usable(self) -> None:
         """Refuse what no gradient can be divided by, or can come from."""
