@@ -22,6 +22,7 @@ from penstock.core.profile import Layer, PerStage, Profile
 from penstock.model.batchnorm import DeferredNorms
 from penstock.model.heap import bytes_of
 from penstock.model.layers import Layers, layers_of
+from penstock.model.pages import keep_pages
 from penstock.model.split import Split
 from penstock.model.stage import Settings
 from penstock.model.untouched import copied, untouched
@@ -56,6 +57,7 @@ class Measured:
 
 def measure(model: nn.Module, batch: Batch, wish: Wish) -> Measured:
     """Profile a model for a micro-batch."""
+    keep_pages()
     with _threads(wish.threads), torch.enable_grad():
         layers = layers_of(model, batch.args, batch.kwargs)
         halves = _halves(layers, batch)
