@@ -87,7 +87,9 @@ class Profile:
     """Layers in an order in which each comes after all that feed it; `edges` are (from, to) pairs of layer numbers.
 
     Where a layer's output is several tensors that go different ways, `sent` has them all. `newest` is the share by
-    which all takes longer where backwards are given newer weights than their forwards had.
+    which all takes longer where backwards are given newer weights than their forwards had. `jitter` is by how much
+    the seconds of a stage's forward or backward deviate from one micro-batch to the next: the root of the mean square,
+    as a share of their mean.
     """
 
     layers: tuple[Layer, ...]
@@ -100,12 +102,14 @@ class Profile:
     disturbed: int = 0  # those among them during which other processes used the cores
     busy: int = 1  # processes that measured at the same time
     newest: float = 0.0
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise InputError("a profile with at least one layer", "none", "profile a model that has layers")
         whole("samples", self.samples, most=MOST_ROWS)
         number("newest", self.newest, CORRECT)
+        number("jitter", self.jitter, CORRECT)
         if not self.edges:
             object.__setattr__(self, "edges", tuple((i, i + 1) for i in range(len(self.layers) - 1)))
         for one in self.sent:
@@ -166,6 +170,7 @@ class Profile:
             "disturbed": self.disturbed,
             "busy": self.busy,
             "newest": self.newest,
+            "jitter": self.jitter,
         }
 
     @classmethod
@@ -182,4 +187,5 @@ class Profile:
             disturbed=data.get("disturbed", 0),
             busy=data.get("busy", 1),
             newest=data.get("newest", 0.0),
+            jitter=data.get("jitter", 0.0),
         )
