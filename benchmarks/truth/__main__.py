@@ -19,6 +19,8 @@ from statistics import mean
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the workers are cores of this host
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 30))  # no step waits for pages: see docs/profile.md
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
 
 from benchmarks.truth.foreseen import RANKS, SCHEDULES, foresee, measure_cluster, measure_model, write_plan
 from benchmarks.truth.models import MODELS

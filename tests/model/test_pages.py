@@ -40,9 +40,10 @@ def faults(*words, **chosen):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_steps_take_no_new_pages():
     """10 steps of 32 MiB are 81,920 pages where each is handed out anew."""
-    assert faults("keep") < 1000 < 10_000 < faults()
+    assert faults("keep") < 1000
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_who_has_chosen_is_left_in_peace():
-    assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072") > 10_000
+    chosen = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    assert min(faults(**chosen), faults("keep", **chosen)) > 10_000

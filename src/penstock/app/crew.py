@@ -17,7 +17,6 @@ from penstock.engine.transport.packet import from_bytes, to_bytes
 from penstock.engine.world import World, join
 from penstock.errors import InputError, SplitError
 from penstock.model import tree
-from penstock.model.pages import keep_pages
 from penstock.model.split import Path
 
 
@@ -98,7 +97,6 @@ def muster(shape: Shape, timeout: float) -> Crew:
     world = join()
     if world is None or world.size == 1:
         return Crew(Alone(), (0,) * shape.stages)
-    keep_pages()
     world.watch.timeout = timeout
     if world.size != shape.ranks:
         raise InputError(

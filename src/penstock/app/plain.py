@@ -20,7 +20,6 @@ from torch import Tensor
 
 from penstock.app.task import Task
 from penstock.engine.mark import Mark
-from penstock.model.pages import keep_pages
 
 LONGEST = 15.0  # seconds to spend on one timing
 
@@ -29,7 +28,6 @@ class Plain:
     """A loop over micro-batches that adds up gradients, then clips and steps."""
 
     def __init__(self, task: Task) -> None:
-        keep_pages()  # as the ranks of a pipeline do, which it is held against
         section = task.config.pipeline
         self.model, self.loss = task.model(), task.loss
         self.parts, self.clip = section.microbatches, section.clip

@@ -1,8 +1,9 @@
 """Memory that was freed stays with the process, for whoever wants some next.
 
-A step frees what its forwards kept, and the next one wants the same again. The C library of Linux would meanwhile give
-pages back to the kernel, which hands them out anew one by one, each filled with zeros: that was seen to take a tenth of
-a step, in some steps and not in others.
+A measurement frees what its forwards kept, and the next round wants the same again. The C library of Linux would
+meanwhile give pages back to the kernel, which hands them out anew one by one, each filled with zeros. In a measurement
+of few micro-batches that falls on the same forwards each time: they were seen to take 15% longer than in training.
+Ranks that train are not told so: what is kept is memory that nobody else has.
 """
 
 from __future__ import annotations
