@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from torch import nn
 
 import penstock
 from model.zoo import ZOO, born, score
+from penstock.core.action import Op
+from penstock.profiler.bench import _later, _unevenness
 from penstock.profiler.joined import joined
 from penstock.profiler.quiet import quiet_sample
 from penstock.profiler.sampling import PATIENCE, Company, collect, unseen
@@ -178,3 +181,24 @@ def test_what_newer_weights_take_is_measured_where_a_model_allows_them(layers):
 
     assert 0 <= found(lambda: nn.Linear(8, 8)).newest < 50
     assert found(Exponential).newest == 0
+
+
+def test_alone_a_stage_counts_what_runs_as_most_of_a_mini_batch_does():
+    """F0 F1 B0 F2 B1 F3 B2 F4 B3 B4: forwards that follow a backward, and backwards that follow a forward."""
+    order = ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "F4", "B3", "B4"]
+    after = {word: before for before, word in pairwise(order)}
+    assert [f"F{part}" for part in _later(Op.F, 5, True)] == [
+        w for w in order[2:] if w[0] == "F" and after[w][0] == "B"
+    ]
+    assert [f"B{part}" for part in _later(Op.B, 5, True)] == ["B1", "B2", "B3"]  # the first makes the gradients' memory
+    assert list(_later(Op.F, 3, False)) == [1, 2]
+    assert [list(_later(Op.B, seen, True)) for seen in (1, 2, 3)] == [[], [1], [1]]
+
+
+@given(seconds=st.floats(1e-4, 1.0), off=st.floats(-0.5, 0.5))
+def test_unevenness_is_the_square_of_how_far_neighbours_are_apart(seconds, off):
+    """Of two independent ones, the square of what is between them is twice that of what one deviates by."""
+    read = {(op, 0, part): seconds * (1 + (-1) ** part * off) for op in (Op.F, Op.B) for part in range(3)}
+    found = _unevenness(read, {op: range(1, 3) for op in (Op.F, Op.B)})
+    assert found == pytest.approx((2 * off) ** 2 / 2)
+    assert _unevenness(read, {op: range(1, 2) for op in (Op.F, Op.B)}) == 0.0

@@ -27,7 +27,9 @@ from penstock.model.split import Split
 from penstock.model.stage import Job, Settings, Stage, Values
 from penstock.profiler.laps import Laps
 
+Read = dict[Any, float]  # seconds by operation, stage and micro-batch
 SEEN = 3  # micro-batches that are run of a mini-batch: the first, whose gradients are new, and others
+SEEN_ALONE = 5  # enough for some that run as most of a mini-batch do: a forward after a backward, and the other way
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,15 @@ class Bench:
         self._clear()
         for stage, recipes in zip(self.stages, self.recipes, strict=True):
             stage.reweigh = recipes if newest else None
-        seen = min(self.batch.count, SEEN)
+        seen = min(self.batch.count, SEEN_ALONE if alone else SEEN)
         if alone:
             self._one_by_one(seen, apart)
         else:
             self._in_flight(seen, apart)
         self.norms.forget()
         read, ops = self.laps.read(), (Op.F, Op.I, Op.W) if apart else (Op.F, Op.B)
-        return Run({op: self._means(read, op, seen) for op in ops}, _unevenness(read, seen))
+        later = {op: _later(op, seen, alone) for op in ops}
+        return Run({op: self._means(read, op, later[op]) for op in ops}, _unevenness(read, later))
 
     def renews(self) -> bool:
         """Whether backwards could be given newer weights; what the model does with its weights may not allow it."""
@@ -187,21 +190,35 @@ class Bench:
             self.laps.run((Op.W, at, job.part), partial(stage.weight_gradient, job))
         return found
 
-    def _means(self, read: dict[Any, float], op: Op, seen: int) -> FloatArray:
+    def _means(self, read: Read, op: Op, later: range) -> FloatArray:
         """Over a whole mini-batch: those that were not run are as the later ones that were."""
-        seconds = np.array([[read[op, at, part] for at in range(len(self.stages))] for part in range(seen)])
-        later = seconds[1:].mean(axis=0) if seen > 1 else seconds[0]
-        mean: FloatArray = (seconds[0] + (self.batch.count - 1) * later) / self.batch.count
+        stages = range(len(self.stages))
+        first, *others = (np.array([read[op, at, part] for at in stages]) for part in (0, *later))
+        rest = np.mean(others, axis=0) if others else first
+        mean: FloatArray = (first + (self.batch.count - 1) * rest) / self.batch.count
         return mean
 
 
-def _unevenness(read: dict[Any, float], seen: int) -> float:
-    """From the last micro-batch but one to the last: the mean square of a deviation, as a share of that of the
-    seconds. 0 where there are not two that are alike."""
-    if seen < SEEN:
+def _later(op: Op, seen: int, alone: bool) -> range:
+    """The micro-batches that run as all but the first of a mini-batch do. Alone, the second forward still follows a
+    forward, and the last backward a backward."""
+    if not alone or seen < 3:
+        return range(1, seen)
+    return range(2, seen) if op is Op.F else range(1, seen - 1)
+
+
+def _unevenness(read: Read, later: dict[Op, range]) -> float:
+    """From the last of the later micro-batches but one to the last: the mean square of a deviation, as a share of that
+    of the seconds. 0 where there are not two that are alike."""
+    pairs = [
+        (seconds, read[op, at, part - 1])
+        for (op, at, part), seconds in read.items()
+        if len(later[op]) > 1 and part == later[op][-1]
+    ]
+    if not pairs:
         return 0.0
-    pairs = np.array([(second, read[op, at, seen - 2]) for (op, at, part), second in read.items() if part == seen - 1])
-    apart, square = pairs[:, 0] - pairs[:, 1], pairs.mean(axis=1) ** 2
+    both = np.array(pairs)
+    apart, square = both[:, 0] - both[:, 1], both.mean(axis=1) ** 2
     return float((apart**2).sum() / 2 / max(square.sum(), 1e-24))
 
 
