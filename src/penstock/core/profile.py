@@ -98,7 +98,7 @@ class Profile:
     device: str = "unknown"
     sent: tuple[Sent, ...] = ()
     per_stage: PerStage = PerStage()
-    repetitions: int = 0  # samples that the seconds are medians of
+    repetitions: int = 0  # samples that the seconds come from
     disturbed: int = 0  # those among them during which other processes used the cores
     busy: int = 1  # processes that measured at the same time
     newest: float = 0.0
