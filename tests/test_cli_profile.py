@@ -48,7 +48,7 @@ def test_json_on_the_terminal_from_one_process(small):
     blocks = found.layers[2:6]
     assert len({layer.parameter_bytes for layer in blocks}) == len({layer.kept_bytes for layer in blocks}) == 1
     assert all(layer.optimizer_bytes > 2 * layer.parameter_bytes for layer in blocks)
-    assert "medians of 1 samples" in done.stderr
+    assert "middle half of 1 samples" in done.stderr
 
 
 def refused(*arguments):

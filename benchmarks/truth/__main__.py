@@ -2,7 +2,9 @@
 
 python -m benchmarks.truth                              all models, all schedules
 python -m benchmarks.truth --rounds 1 --schedules 1f1b,2bw  one profile and one run, of two
-python -m benchmarks.truth mine.toml --keep here         a model of your own; profile and plans stay in a folder
+python -m benchmarks.truth gpt --keep here               one model; profile, plans and figures stay in a folder
+
+It needs torch, numpy, numba and scipy, and what lies in src (PYTHONPATH=src): nothing has to be installed.
 """
 
 from __future__ import annotations
@@ -16,16 +18,19 @@ from pathlib import Path
 from statistics import mean
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the workers are cores of this host
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 30))  # no step waits for pages: see docs/profile.md
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
 
 from benchmarks.truth.foreseen import RANKS, SCHEDULES, foresee, measure_cluster, measure_model, write_plan
+from benchmarks.truth.models import MODELS
 from benchmarks.truth.table import HEAD, Line, markdown, summary
 from benchmarks.truth.workers import Plans
 from benchmarks.workers.sampling import Samples, collect
 from benchmarks.workers.team import Team
 from penstock import Cluster
-from penstock.app.config_file import read_config
 
-CONFIGS = [Path(__file__).parent / f"{name}.toml" for name in ("gpt", "resnet", "mixer")]
+USUAL = ["gpt", "resnet", "mixer"]
 
 
 @dataclass(frozen=True)
@@ -39,37 +44,34 @@ class Round:
         return mean(self.seen[name].told(rank, "step") for rank in range(RANKS))
 
 
-def one_round(config: Path, cluster: Cluster, schedules: list[str], folder: Path, repetitions: int) -> Round:
+def one_round(model: str, cluster: Cluster, schedules: list[str], folder: Path, repetitions: int) -> Round:
     """Profile, plans, predictions; then the workers."""
-    parts = read_config(config).pipeline.microbatches
-    profile = measure_model(config, folder)
+    profile, parts = measure_model(model, folder), MODELS[model].microbatches
     found = {name: foresee(profile, cluster, name, parts) for name in schedules}
-    plans = {name: write_plan(one, folder / f"{config.stem}.{name}.json") for name, one in found.items()}
-    with Team(RANKS, Plans, str(config), plans) as team:
+    plans = {name: write_plan(one, folder / f"{model}.{name}.json") for name, one in found.items()}
+    with Team(RANKS, Plans, model, plans) as team:
         seen = collect(team, schedules, repetitions, patience=1)
     return Round({name: one.step_seconds for name, one in found.items()}, seen)
 
 
-def lines_of(
-    config: Path, cluster: Cluster, schedules: list[str], folder: Path, asked: argparse.Namespace
-) -> list[Line]:
+def lines_of(model: str, cluster: Cluster, schedules: list[str], folder: Path, asked: argparse.Namespace) -> list[Line]:
     """One model. A shared machine is faster one minute and slower the next, by a tenth and more: so several rounds of
     a profile and a run right after it, and the mean of what they predicted beside the mean of what they took."""
-    rounds = [one_round(config, cluster, schedules, folder, asked.repetitions) for _ in range(asked.rounds)]
+    rounds = [one_round(model, cluster, schedules, folder, asked.repetitions) for _ in range(asked.rounds)]
     samples = [{name: [vars(sample) for sample in one.seen[name].all] for name in schedules} for one in rounds]
     told = {"predicted": [one.predicted for one in rounds], "samples": samples}
-    (folder / f"{config.stem}.rounds.json").write_text(json.dumps(told))
+    (folder / f"{model}.rounds.json").write_text(json.dumps(told))
     lines = []
     for name in schedules:
         predicted, measured = mean(one.predicted[name] for one in rounds), mean(one.measured(name) for one in rounds)
         kept, every = (sum(len(getattr(one.seen[name], which)) for one in rounds) for which in ("quiet", "all"))
-        lines.append(Line(config.stem, name, predicted, measured, f"({kept} of {every} samples were quiet)"))
+        lines.append(Line(model, name, predicted, measured, f"({kept} of {every} samples were quiet)"))
     return lines
 
 
 def main(arguments: list[str] | None = None) -> list[Line]:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("configs", type=Path, nargs="*", default=CONFIGS, help="models, as for `penstock train`")
+    options.add_argument("models", nargs="*", default=USUAL, help=f"of {', '.join(MODELS)}")
     options.add_argument("--schedules", default=",".join(SCHEDULES), help="names with commas between")
     options.add_argument("--rounds", type=int, default=4, help="of a profile and a run of all schedules")
     options.add_argument("--repetitions", type=int, default=4, help="samples of each schedule in a round")
@@ -82,9 +84,9 @@ def main(arguments: list[str] | None = None) -> list[Line]:
         folder.mkdir(parents=True, exist_ok=True)
         cluster = measure_cluster(folder)
         print(HEAD, flush=True)
-        for config in asked.configs:
-            lines += lines_of(config, cluster, schedules, folder, asked)
-            print("\n".join(str(line) for line in lines if line.model == config.stem), flush=True)
+        for model in asked.models:
+            lines += lines_of(model, cluster, schedules, folder, asked)
+            print("\n".join(str(line) for line in lines if line.model == model), flush=True)
         print("\n".join(summary(lines)), flush=True)
         (folder / "found.json").write_text(json.dumps([vars(line) for line in lines], indent=1))
         (folder / "found.md").write_text(markdown(lines) + "\n")

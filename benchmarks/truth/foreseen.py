@@ -1,41 +1,39 @@
-"""What is known before the workers start: a profile and a cluster, each measured by a process of its own; plans for
+"""What is known before the workers start: a profile and a cluster, each measured by processes of its own; plans for
 every schedule; and what the simulator says of them."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
-from penstock import Cluster, Plan, Profile, StagePlan, read_cluster, read_profile, schedule
+from benchmarks.truth.measuring import Measuring
+from benchmarks.workers.team import Team
+from penstock import Cluster, Plan, Profile, StagePlan, read_cluster, schedule
 from penstock.app.predict import Prediction, predict
 from penstock.planners.balance import even_cells
 from penstock.planners.outcome import Outcome
+from penstock.profiler.joined import joined
 
 RANKS = 2
+SAMPLES = 6  # of a profile
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "pipedream", "2bw", "pipemare")
 
 
 def measure_cluster(folder: Path) -> Cluster:
     """What joins two local workers."""
     file = folder / "cluster.toml"
-    _penstock("cluster", "measure", "--devices", str(RANKS), "-o", str(file))
+    with Team(RANKS, Measuring) as team:
+        file.write_text(team.ask("cluster")[0])
     return read_cluster(file)
 
 
-def measure_model(config: Path, folder: Path) -> Profile:
+def measure_model(name: str, folder: Path) -> Profile:
     """Its layers, by as many processes at once as there will be workers."""
-    file = folder / f"{config.stem}.profile.json"
-    _penstock("profile", str(config), "--busy", str(RANKS), "--repetitions", "6", "-o", str(file))
-    return read_profile(file)
-
-
-def _penstock(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "penstock.cli", *words], stdout=subprocess.DEVNULL, check=False)
-    if done.returncode:
-        raise SystemExit(f"penstock {' '.join(words)} has failed")
+    with Team(RANKS, Measuring) as team:
+        found = joined([Profile.from_json(one) for one in team.ask("profile", name, SAMPLES)])
+    (folder / f"{name}.profile.json").write_text(json.dumps(found.to_json()))
+    return found
 
 
 def plan(profile: Profile, name: str, microbatches: int) -> Plan:

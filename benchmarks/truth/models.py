@@ -1,14 +1,48 @@
-"""Two models beside penstock's own GPT: a residual network of convolutions, and an MLP-Mixer. With data for them."""
+"""The models, each with a batch and an optimizer: penstock's own GPT, a residual network of convolutions, a Mixer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.app.data import TextData, built_in_text
+from penstock.models.gpt import GPT
+
 CLASSES = 10
+LENGTH = 64  # of a text
+RATE = 1e-5
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained, the same in every process."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    microbatches: int = 8
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make()
+
+    @cached_property
+    def example(self) -> tuple[Tensor, Tensor]:
+        """A micro-batch."""
+        inputs, target = self.batch()
+        rows = len(inputs) // self.microbatches
+        return inputs[:rows], target[:rows]
+
+
+def cross_entropy(result: Tensor, target: Tensor) -> Tensor:
+    """Scores of classes in the last dimension, for one target a row or one a token."""
+    return F.cross_entropy(result.flatten(0, -2), target.flatten())
 
 
 class Residual(nn.Module):
@@ -56,8 +90,31 @@ class Mixer(nn.Module):
         return self.head(self.norm(x).mean(1))
 
 
-def images(rows: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def gpt() -> nn.Module:
+    return GPT(vocab=len(set(built_in_text())), width=192, heads=4, layers=8, length=LENGTH)
+
+
+def text() -> tuple[Tensor, Tensor]:
+    return TextData(built_in_text(), 32, LENGTH).batch(0)
+
+
+def images(rows: int, size: int) -> tuple[Tensor, Tensor]:
     """Noise, with labels to match."""
     draw = torch.Generator().manual_seed(1)
-    while True:
-        yield torch.randn(rows, 3, size, size, generator=draw), torch.randint(0, CLASSES, (rows,), generator=draw)
+    return torch.randn(rows, 3, size, size, generator=draw), torch.randint(0, CLASSES, (rows,), generator=draw)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=RATE)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+
+
+MODELS = {
+    "gpt": Subject(gpt, text, adamw),
+    "resnet": Subject(lambda: resnet(channels=48, blocks=8), lambda: images(64, 16), momentum),
+    "mixer": Subject(lambda: Mixer(size=32, patch=4, width=192, blocks=8), lambda: images(32, 32), adamw),
+    "tiny": Subject(lambda: resnet(channels=4, blocks=4), lambda: images(8, 8), momentum, microbatches=4),
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from itertools import repeat
 
+from benchmarks.truth.models import MODELS, cross_entropy
 from benchmarks.workers.contest import Contest
 
 SOME = 4  # steps of a sample
@@ -17,12 +18,19 @@ class Planned:
     pipeline without a flush where a barrier has put them.
     """
 
-    def __init__(self, config: str, plan: str) -> None:
-        from penstock.app.start import Request
+    def __init__(self, name: str, plan: str) -> None:
+        from penstock import Pipeline
 
-        task = Request(config, {"pipeline": {"plan": plan}}).task()
-        self.pipe = task.pipeline(verify=False)
-        self.records = self.pipe.train(repeat(next(task.batches(0, 1))))
+        subject = MODELS[name]
+        self.pipe = Pipeline(
+            subject.model(),
+            example=subject.example[0],
+            plan=plan,
+            loss=cross_entropy,
+            optimizer=subject.optimizer,
+            verify=False,
+        )
+        self.records = self.pipe.train(repeat(subject.batch()))
 
     def zero(self) -> None:
         """Nothing is left of a step."""
@@ -40,5 +48,5 @@ class Plans(Contest):
 
     products = 12
 
-    def __init__(self, rank: int, config: str, plans: dict[str, str]) -> None:
-        super().__init__({name: Planned(config, plan) for name, plan in plans.items()})
+    def __init__(self, rank: int, model: str, plans: dict[str, str]) -> None:
+        super().__init__({name: Planned(model, plan) for name, plan in plans.items()})

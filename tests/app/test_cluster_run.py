@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from penstock import Cluster, Device, InputError
 from penstock.app.cluster_devices import host_memory
 from penstock.app.cluster_fit import fit, spread
+from penstock.app.cluster_measure import alike, hosts_of
 from penstock.app.cluster_probe import SIZES
-from penstock.app.cluster_run import alike, hosts_of, measure_command
+from penstock.app.cluster_run import measure_command
 from penstock.core.cluster_file import read_cluster
 from penstock.core.links import ring_seconds
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ import penstock
 from model.zoo import ZOO, born, score
 from penstock.app.profile_table import said
 from penstock.app.profiling import profiled
+from penstock.core.action import Op
+from penstock.profiler.bench import _later, _unevenness
 from penstock.profiler.joined import joined
 from penstock.profiler.quiet import quiet_sample
 from penstock.profiler.sampling import PATIENCE, Company, collect, unseen
-from penstock.profiler.settle import settled
+from penstock.profiler.settle import settled, usual
 
 
 def test_layers_add_up_to_about_the_whole_model():
@@ -65,24 +68,53 @@ seconds = st.floats(1e-4, 1.0)
 def test_what_stages_take_for_themselves_is_told_apart(layers, own, noise):
     """From stages of one layer and from two stages, noise scaling both alike, the layers' own seconds come back."""
     forward, input_grad, weight_grad = np.array(layers).T
-    backward = input_grad + weight_grad
-    fine = np.array([forward + own[0], backward + own[1], forward + own[0], input_grad + own[1], weight_grad])
-    coarse = np.array([forward.sum() + 2 * own[0], backward.sum() + 2 * own[1]])
-    scale = np.array(noise)
-    found = settled(fine[None] * scale[:, None, None], coarse[None] * scale[:, None])
+    seconds = np.array([forward, input_grad + weight_grad, forward, input_grad, weight_grad])
+    mine = np.array([own[0], own[1], own[0], own[1], 0.0])[:, None]
+    cut, scale = len(layers) // 2, np.array(noise)[:, None, None]
+    two = np.stack([half.sum(axis=1) for half in (seconds[:, :cut], seconds[:, cut:])], axis=1) + mine
+    found = settled(scale * (seconds + mine), scale * two, cut)
     about = {"rtol": 0.02, "atol": 1e-9}
-    np.testing.assert_allclose(found.forward, forward, **about)
-    np.testing.assert_allclose(found.backward, backward, **about)
+    np.testing.assert_allclose(found.forward, seconds[0], **about)
+    np.testing.assert_allclose(found.backward, seconds[1], **about)
     np.testing.assert_allclose(found.input_grad, input_grad, **about)
     np.testing.assert_allclose(found.weight_grad, weight_grad, **about)
     np.testing.assert_allclose((found.per_stage.forward, found.per_stage.backward), own, **about)
-    np.testing.assert_allclose(found.forward.sum() + 2 * found.per_stage.forward, np.median(scale) * coarse[0], **about)
 
 
-@given(fine=st.lists(st.lists(st.floats(0, 1), min_size=15, max_size=15), min_size=1, max_size=4), two=seconds)
+seconds_of_layers = st.lists(seconds, min_size=5 * 5, max_size=5 * 5)
+
+
+@given(fine=seconds_of_layers, two=st.lists(st.floats(0.1, 1.0), min_size=10, max_size=10), cut=st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_each_half_takes_what_its_stage_took_whatever_its_layers_took_alone(fine, two, cut):
+    """A layer by itself may find its memory slower than in a stage: only how they compare is taken from that."""
+    halves = np.array(two).reshape(1, 5, 2)
+    found = settled(np.array(fine).reshape(1, 5, 5), halves, cut)
+    own = found.per_stage
+    for half, layers in enumerate((slice(0, cut), slice(cut, 5))):
+        forward, backward = found.forward[layers].sum() + own.forward, found.backward[layers].sum() + own.backward
+        assert forward == pytest.approx(max(halves[0, 0, half], own.forward))
+        assert backward == pytest.approx(max(halves[0, 1, half], own.backward))
+
+
+def test_slow_moments_count_and_odd_samples_do_not():
+    """Four samples, one of them of another kind: the seconds are the mean of the two in the middle, layer by layer."""
+    fine = np.ones((4, 5, 3))
+    fine[0, :, 0] = 1.5  # a slow moment of one layer
+    fine[2] = 9.0
+    fine[3] = 0.5
+    assert usual(fine, None).tolist() == [1, 0]
+    assert settled(fine, None).forward.tolist() == [1.25, 1.0, 1.0]
+
+
+@given(
+    fine=st.lists(st.lists(st.floats(0, 1), min_size=15, max_size=15), min_size=1, max_size=4),
+    two=st.lists(st.floats(0, 1), min_size=10, max_size=10),
+)
 @settings(max_examples=60, deadline=None)
 def test_whatever_was_measured_gives_seconds_that_a_profile_accepts(fine, two):
-    found = settled(np.array(fine).reshape(-1, 5, 3), np.full((len(fine), 2), two))
+    halves = np.tile(np.array(two).reshape(5, 2), (len(fine), 1, 1))
+    found = settled(np.array(fine).reshape(-1, 5, 3), halves, 1)
     for part in found[:5]:
         assert np.isfinite(part).all()
         assert (part >= 0).all()
@@ -162,3 +194,24 @@ def test_what_newer_weights_take_is_measured_where_a_model_allows_them(layers):
 
     assert 0 <= found(lambda: nn.Linear(8, 8)).newest < 50
     assert found(Exponential).newest == 0
+
+
+def test_alone_a_stage_counts_what_runs_as_most_of_a_mini_batch_does():
+    """F0 F1 B0 F2 B1 F3 B2 F4 B3 B4: forwards that follow a backward, and backwards that follow a forward."""
+    order = ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "F4", "B3", "B4"]
+    after = {word: before for before, word in pairwise(order)}
+    assert [f"F{part}" for part in _later(Op.F, 5, True)] == [
+        w for w in order[2:] if w[0] == "F" and after[w][0] == "B"
+    ]
+    assert [f"B{part}" for part in _later(Op.B, 5, True)] == ["B1", "B2", "B3"]  # the first makes the gradients' memory
+    assert list(_later(Op.F, 3, False)) == [1, 2]
+    assert [list(_later(Op.B, seen, True)) for seen in (1, 2, 3)] == [[], [1], [1]]
+
+
+@given(seconds=st.floats(1e-4, 1.0), off=st.floats(-0.5, 0.5))
+def test_unevenness_is_the_square_of_how_far_neighbours_are_apart(seconds, off):
+    """Of two independent ones, the square of what is between them is twice that of what one deviates by."""
+    read = {(op, 0, part): seconds * (1 + (-1) ** part * off) for op in (Op.F, Op.B) for part in range(3)}
+    found = _unevenness(read, {op: range(1, 3) for op in (Op.F, Op.B)})
+    assert found == pytest.approx((2 * off) ** 2 / 2)
+    assert _unevenness(read, {op: range(1, 2) for op in (Op.F, Op.B)}) == 0.0

@@ -17,11 +17,16 @@ from penstock.core.timeline import Timeline
 from penstock.planners.outcome import Outcome
 from penstock.schedules.registry import METHODS, schedule
 from penstock.simulator.simulate import simulate
+from penstock.simulator.uneven import uneven_makespan
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """A plan with its simulated run. A step is one mini-batch: of an asynchronous plan, in the steady state."""
+    """A plan with its simulated run. A step is one mini-batch: of an asynchronous plan, in the steady state.
+
+    In the timeline each action takes its mean; `step_seconds` is the mean over steps whose actions are as uneven as the
+    profile's.
+    """
 
     outcome: Outcome
     cluster: Cluster
@@ -95,10 +100,11 @@ def predict(outcome: Outcome, cluster: Cluster) -> Prediction:
     plan, profile = outcome.plan, outcome.profile
     if not METHODS[plan.schedule].asynchronous:
         line = _run(plan, profile, cluster, 1)
-        return Prediction(outcome, cluster, line, line.makespan)
+        return Prediction(outcome, cluster, line, uneven_makespan(line, profile.jitter))
     some = some_batches(plan)
     short, long = _run(plan, profile, cluster, some), _run(plan, profile, cluster, 2 * some)
-    return Prediction(outcome, cluster, long, (long.makespan - short.makespan) / some)
+    first, both = (uneven_makespan(line, profile.jitter) for line in (short, long))
+    return Prediction(outcome, cluster, long, (both - first) / some)
 
 
 def some_batches(plan: Plan) -> int:

@@ -57,6 +57,6 @@ def said(found: Measured) -> Iterator[str]:
     yield f"a stage takes for itself, beside its layers: {beside}"
     company = f", {profile.busy} processes at a time" if profile.busy > 1 else ""
     loud = f"{found.taken - found.quiet} of {found.taken} taken were disturbed by other processes"
-    yield f"medians of {profile.repetitions} samples{company}; {loud}"
+    yield f"from the middle half of {profile.repetitions} samples{company}; {loud}"
     if profile.disturbed:
         yield f"NOISY: {profile.disturbed} disturbed samples had to be used; measure again when the machine is quiet"

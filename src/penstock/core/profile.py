@@ -97,7 +97,9 @@ class Profile:
     """Layers in an order in which each comes after all that feed it; `edges` are (from, to) pairs of layer numbers.
 
     Where a layer's output is several tensors that go different ways, `sent` has them all. `newest` is the share by
-    which all takes longer where backwards are given newer weights than their forwards had.
+    which all takes longer where backwards are given newer weights than their forwards had. `jitter` is by how much
+    the seconds of a stage's forward or backward deviate from one micro-batch to the next: the root of the mean square,
+    as a share of their mean.
     """
 
     layers: tuple[Layer, ...]
@@ -106,16 +108,18 @@ class Profile:
     device: str = "unknown"
     sent: tuple[Sent, ...] = ()
     per_stage: PerStage = PerStage()
-    repetitions: int = 0  # samples that the seconds are medians of
+    repetitions: int = 0  # samples that the seconds come from
     disturbed: int = 0  # those among them during which other processes used the cores
     busy: int = 1  # processes that measured at the same time
     newest: float = 0.0
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise InputError("a profile with at least one layer", "none", "profile a model that has layers")
         whole("samples", self.samples, most=MOST_ROWS)
         number("newest", self.newest, CORRECT)
+        number("jitter", self.jitter, CORRECT)
         if not self.edges:
             object.__setattr__(self, "edges", tuple((i, i + 1) for i in range(len(self.layers) - 1)))
         for one in self.sent:
@@ -196,6 +200,7 @@ class Profile:
             "disturbed": self.disturbed,
             "busy": self.busy,
             "newest": self.newest,
+            "jitter": self.jitter,
         }
 
     @classmethod
@@ -212,4 +217,5 @@ class Profile:
             disturbed=data.get("disturbed", 0),
             busy=data.get("busy", 1),
             newest=data.get("newest", 0.0),
+            jitter=data.get("jitter", 0.0),
         )

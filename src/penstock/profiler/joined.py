@@ -17,8 +17,8 @@ def joined(profiles: Sequence[Profile]) -> Profile:
     layers = tuple(_layer([profile.layers[at] for profile in profiles]) for at in range(len(first.layers)))
     own = [profile.per_stage for profile in profiles]
     per_stage = PerStage(*(median(getattr(one, name) for one in own) for name in ("forward", "backward", "update")))
-    newest = median(profile.newest for profile in profiles)
-    return replace(first, layers=layers, per_stage=per_stage, busy=len(profiles), newest=newest)
+    newest, jitter = (median(getattr(profile, name) for profile in profiles) for name in ("newest", "jitter"))
+    return replace(first, layers=layers, per_stage=per_stage, busy=len(profiles), newest=newest, jitter=jitter)
 
 
 def _layer(layers: Sequence[Layer]) -> Layer:

@@ -22,11 +22,12 @@ from penstock.core.profile import Layer, PerStage, Profile
 from penstock.model.batchnorm import DeferredNorms
 from penstock.model.heap import bytes_of
 from penstock.model.layers import Layers, layers_of
+from penstock.model.pages import keep_pages
 from penstock.model.split import Split
 from penstock.model.stage import Settings
 from penstock.model.untouched import copied, untouched
 from penstock.model.walk import watching
-from penstock.profiler.bench import Batch, Bench, Kept
+from penstock.profiler.bench import Batch, Bench, Kept, Run
 from penstock.profiler.sampling import Company, Samples, Show, collect, unseen
 from penstock.profiler.settle import Settled, settled
 from penstock.profiler.updates import Make, Updates, measure_updates
@@ -56,6 +57,7 @@ class Measured:
 
 def measure(model: nn.Module, batch: Batch, wish: Wish) -> Measured:
     """Profile a model for a micro-batch."""
+    keep_pages()
     with _threads(wish.threads), torch.enable_grad():
         layers = layers_of(model, batch.args, batch.kwargs)
         halves = _halves(layers, batch)
@@ -72,7 +74,8 @@ def measure(model: nn.Module, batch: Batch, wish: Wish) -> Measured:
             updates = _updates(layers, fine, wish)
     count = len(layers)
     used = found.used
-    times = settled(used[:, : 5 * count].reshape(-1, 5, count), None if halves is None else used[:, 5 * count : -1])
+    rows, two = used[:, : 5 * count].reshape(-1, 5, count), used[:, 5 * count : -2].reshape(len(used), 5, -1)
+    times = settled(rows, None if halves is None else two, count // 2)
     profile = _profile(layers, batch, kept, times, updates, found, wish)
     why = None if layers.whole is None else str(layers.whole)
     return Measured(profile, len(found.quiet), int(found.quiet.sum()), why)
@@ -86,18 +89,25 @@ def _halves(layers: Layers, batch: Batch) -> Split | None:
 
 
 def _round(fine: Bench, coarse: Bench | None, renewed: bool) -> FloatArray:
-    """Five rows of seconds by layer; those of two stages; and how much longer all takes with renewed weights."""
-    whole, apart = fine.run(apart=False), fine.run(apart=True)
-    rows = [whole[Op.F], whole[Op.B], apart[Op.F], apart[Op.I], apart[Op.W]]
-    two = whole if coarse is None else coarse.run(apart=False)
+    """Five rows of seconds by layer; five of the two stages, each run as a rank runs it; how uneven micro-batches were;
+    and how much longer all takes with renewed weights."""
+    rows, whole = _five(fine, alone=False)
     if coarse is not None:
-        rows.append(np.array([two[Op.F].sum(), two[Op.B].sum()]))
-    new = (coarse or fine).run(apart=False, newest=True) if renewed else two
-    return np.concatenate([*rows, [_total(new) / _total(two) - 1.0]])
+        two, whole = _five(coarse, alone=True)
+        rows += two
+    new = (coarse or fine).run(apart=False, newest=True, alone=coarse is not None) if renewed else whole
+    return np.concatenate([*rows, [whole.unevenness, _total(new) / _total(whole) - 1.0]])
 
 
-def _total(seconds: dict[Op, FloatArray]) -> float:
-    return float(seconds[Op.F].sum() + seconds[Op.B].sum())
+def _five(bench: Bench, alone: bool) -> tuple[list[FloatArray], Run]:
+    """Seconds of the five operations on each stage; the run with both gradients together."""
+    whole, apart = bench.run(apart=False, alone=alone), bench.run(apart=True, alone=alone)
+    rows = [whole.seconds[op] for op in (Op.F, Op.B)] + [apart.seconds[op] for op in (Op.F, Op.I, Op.W)]
+    return rows, whole
+
+
+def _total(run: Run) -> float:
+    return float(run.seconds[Op.F].sum() + run.seconds[Op.B].sum())
 
 
 def _updates(layers: Layers, bench: Bench, wish: Wish) -> Updates:
@@ -132,9 +142,11 @@ def _profile(
             )
         )
     own = PerStage(times.per_stage.forward, times.per_stage.backward, updates.own)
+    uneven, newer = found.used[times.usual, -2:].T
     return Profile(
         tuple(parts), tuple(layers.edges), batch.rows, device_name(wish.settings.device), sent, own,
-        repetitions=len(found.used), disturbed=found.disturbed, newest=max(0.0, float(np.median(found.used[:, -1]))),
+        repetitions=len(found.used), disturbed=found.disturbed, newest=max(0.0, float(newer.mean())),
+        jitter=float(np.sqrt(uneven.mean())),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 A stage takes some time for itself, whatever it holds: it runs the code around the layers, seeds, and hands on. A stage
 of many layers takes it once. How much it is, the same model cut in two tells: what one stage a layer takes more, each
-of the stages more has taken for itself. The layers then add up to what the two stages take.
+of the stages more has taken for itself. The layers of each half then add up to what that stage takes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import numpy as np
 
 from penstock.core.links import FloatArray
 from penstock.core.profile import PerStage
+from penstock.core.schedule import LongArray
 
-FORWARD, BACKWARD, DEFERRING, INPUT, WEIGHT = range(5)  # DEFERRING: a forward that leaves weight gradients for later
+OPERATIONS = FORWARD, BACKWARD, DEFERRING, INPUT, WEIGHT = range(
+    5
+)  # DEFERRING: a forward that leaves weight gradients for later
 
 
 class Settled(NamedTuple):
@@ -26,33 +29,63 @@ class Settled(NamedTuple):
     weight_grad: FloatArray
     spread: FloatArray
     per_stage: PerStage
+    usual: LongArray  # the samples that all but the spread are means of
 
 
-def settled(fine: FloatArray, coarse: FloatArray | None) -> Settled:
-    """`fine` has (samples, 5 operations, layers), `coarse` (samples, forward and backward) of the same model in two
-    stages; None where the layers are two stages or fewer."""
-    seconds: FloatArray = np.median(fine, axis=0)
-    own = np.zeros(2)
-    scale = np.ones(2)
+def settled(fine: FloatArray, coarse: FloatArray | None, cut: int = 0) -> Settled:
+    """`fine` has (samples, 5 operations, layers), `coarse` (samples, 5, 2) of the same model in two stages, of which
+    the second begins at layer `cut`; None where the layers are two stages or fewer."""
+    kept = usual(fine, coarse)
+    seconds: FloatArray = fine[kept].mean(axis=0)
+    own = np.zeros(len(OPERATIONS))
     if coarse is not None:
-        more = np.median(fine[:, (FORWARD, BACKWARD)].sum(axis=2) - coarse, axis=0)
-        # The lightest layer's stage takes it too: noise may say more than that, but it cannot be.
-        own = np.minimum(np.maximum(more, 0.0) / (fine.shape[2] - 2), seconds[[FORWARD, BACKWARD]].min(axis=1))
-        left = np.maximum(seconds[[FORWARD, BACKWARD]] - own[:, None], 0.0).sum(axis=1)
-        scale = np.maximum(np.median(coarse, axis=0) - 2 * own, 0.0) / np.maximum(left, 1e-12)
+        two: FloatArray = coarse[kept].mean(axis=0)
+        own = _own(seconds, two)
+        seconds = _fitted(seconds, own, two, cut)
     # What the forward takes longer where weight gradients are to come later is counted with the input gradient.
-    deferring = np.maximum(seconds[DEFERRING] - seconds[FORWARD], 0.0) * scale[0]
-    backward = np.maximum(seconds[BACKWARD] - own[1], 0.0) * scale[1]
-    weight_grad = np.minimum(seconds[WEIGHT] * scale[1], backward)
-    input_grad = np.maximum(seconds[INPUT] - own[1], 0.0) * scale[1] + deferring
+    deferring = np.maximum(seconds[DEFERRING] - seconds[FORWARD], 0.0)
+    backward = seconds[BACKWARD]
+    weight_grad = np.minimum(seconds[WEIGHT], backward)
+    input_grad = seconds[INPUT] + deferring
     return Settled(
-        forward=np.maximum(seconds[FORWARD] - own[0], 0.0) * scale[0],
+        forward=seconds[FORWARD],
         backward=backward,
         input_grad=np.maximum(input_grad, backward - weight_grad),  # apart, they never take less than together
         weight_grad=weight_grad,
         spread=_spread(fine[:, (FORWARD, BACKWARD)].sum(axis=1)),
-        per_stage=PerStage(float(own[0]), float(own[1])),
+        per_stage=PerStage(float(own[FORWARD]), float(own[BACKWARD])),
+        usual=kept,
     )
+
+
+def usual(fine: FloatArray, coarse: FloatArray | None) -> LongArray:
+    """The middle half of the samples by length. Their mean has the slow moments that every step has some of, which a
+    median of each figure would leave out, and none of an odd sample, which would move the mean of all."""
+    length = fine.sum(axis=(1, 2)) + (0.0 if coarse is None else coarse.sum(axis=(1, 2)))
+    quarter = len(length) // 4
+    found: LongArray = np.argsort(length, kind="stable")[quarter : len(length) - quarter]
+    return found
+
+
+def _own(seconds: FloatArray, two: FloatArray) -> FloatArray:
+    """What a stage takes for itself in each operation."""
+    more = np.maximum((seconds.sum(axis=1) - two.sum(axis=1)) / (seconds.shape[1] - 2), 0.0)
+    # The lightest layer's stage takes it too: noise may say more than that, but it cannot be.
+    forward, backward = np.minimum(more, seconds.min(axis=1))[[FORWARD, BACKWARD]]
+    found = np.zeros(len(OPERATIONS))
+    found[[FORWARD, DEFERRING]], found[[BACKWARD, INPUT]] = forward, backward
+    return found
+
+
+def _fitted(seconds: FloatArray, own: FloatArray, two: FloatArray, cut: int) -> FloatArray:
+    """The layers of each of the two stages add up to what it takes, less its own."""
+    left = np.maximum(seconds - own[:, None], 0.0)
+    parts = []
+    for half, layers in enumerate((left[:, :cut], left[:, cut:])):
+        total, whole = layers.sum(axis=1), np.maximum(two[:, half] - own, 0.0)
+        even = np.broadcast_to(whole[:, None] / layers.shape[1], layers.shape)  # where no layer is known to take any
+        parts.append(np.where(total[:, None] > 0, layers * (whole / np.maximum(total, 1e-12))[:, None], even))
+    return np.concatenate(parts, axis=1)
 
 
 def _spread(seconds: FloatArray) -> FloatArray:

@@ -27,8 +27,11 @@ NOTHING, REDUCTION = -1, -2  # what a slot can wait for, besides a row: REDUCTIO
 OPEN = -1.0  # the end of a reduction that is not complete
 
 
-def run(proven: Proven, costs: Costs) -> tuple[FloatArray, FloatArray]:
-    """Start and end seconds of every row; the end of a row that a deadlock keeps out of reach stays below 0."""
+def run(proven: Proven, costs: Costs, factors: FloatArray | None = None) -> tuple[FloatArray, FloatArray]:
+    """Start and end seconds of every row; the end of a row that a deadlock keeps out of reach stays below 0.
+
+    `factors`: what the seconds of each row's compute are multiplied with.
+    """
     schedule, pairs, links = proven.schedule, proven.pairs, costs.links
     shape, rows = schedule.shape, schedule.rows
     start, end = np.empty(len(rows)), np.full(len(rows), -1.0)  # an end below 0: not reached yet
@@ -39,7 +42,7 @@ def run(proven: Proven, costs: Costs) -> tuple[FloatArray, FloatArray]:
         *(pairs.sends, pairs.lane, pairs.target),
         *(seconds_table(schedule, costs), costs.slowdown, costs.reduce, costs.overlap),
         *(links.seconds, links.latency, links.held, links.leave, links.enter, links.resources, links.shared),
-        *(start, end),
+        *(np.ones(len(rows)) if factors is None else factors, start, end),
     )
     return start, end
 
@@ -97,7 +100,7 @@ def _clock(
     seconds: FloatArray, slowdown: FloatArray, reduce_seconds: FloatArray, overlap: float,
     link_seconds: FloatArray, latency: FloatArray, held: FloatArray, leave: IntArray, enter: IntArray, resources: int,
     shared: bool,
-    start: FloatArray, end: FloatArray,
+    factors: FloatArray, start: FloatArray, end: FloatArray,
 ) -> None:  # fmt: skip
     slots, stages = len(slot_replica), len(stage_slot)
     at = starts[:-1].copy()  # next row of every slot
@@ -122,7 +125,7 @@ def _clock(
             o, s = op[row], stage[row]
             if o <= W:
                 start[row] = t
-                t += seconds[o, s] * slowdown[slot]
+                t += seconds[o, s] * slowdown[slot] * factors[row]
                 end[row] = t
             elif o == SEND_F or o == SEND_B:
                 if shared and t > turn:  # somebody else may send before
@@ -150,7 +153,8 @@ def _clock(
                 end[row] = t
             elif o == FB:  # one atomic action over two rows
                 start[row] = start[row + 1] = t
-                t += (seconds[F, s] + seconds[B, stage[row + 1]]) * slowdown[slot] * overlap
+                both = seconds[F, s] * factors[row] + seconds[B, stage[row + 1]] * factors[row + 1]
+                t += both * slowdown[slot] * overlap
                 end[row] = end[row + 1] = t
                 row += 1
             elif o == UPDATE:

@@ -7,6 +7,7 @@ from typing import Any
 from penstock.core.check import Proven, prove
 from penstock.core.cluster import Cluster
 from penstock.core.cost import Costs, flat_costs, plan_costs
+from penstock.core.links import FloatArray
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.schedule import Schedule
@@ -49,7 +50,7 @@ def simulate_costs(schedule: Schedule, costs: Costs) -> Timeline:
     return line
 
 
-def clock(proven: Proven, costs: Costs) -> Timeline:
-    """Time a schedule that has been proven: several costs can share one proof."""
-    start, end = run(proven, costs)
+def clock(proven: Proven, costs: Costs, factors: FloatArray | None = None) -> Timeline:
+    """Time a schedule that has been proven: several costs can share one proof. `factors`: see `run`."""
+    start, end = run(proven, costs, factors)
     return Timeline(proven.schedule, start, end, costs=costs)
