@@ -159,6 +159,21 @@ def test_replicas_with_less_than_a_row_are_told_and_not_compared(tmp_path):
     assert "pipedream" in table
 
 
+def test_replicas_are_said_not_to_be_trained_yet(tmp_path):
+    """Two layers of the same work, hardly anything to reduce: replicas have no bubble."""
+    layers = tuple(Layer(f"L{at}", 2.0, 2.0, 2.0, parameter_bytes=1.0) for at in range(2))
+    (tmp_path / "p.json").write_text(json.dumps(Profile(layers, samples=2).to_json()))
+    (tmp_path / "c.toml").write_text("devices = 2\n[inside]\nbandwidth = 64.0\n")
+    files = tmp_path / "p.json", tmp_path / "c.toml"
+    why = "cannot be trained yet: a stage has 2 replicas, and training knows one so far; search with --replicas 1"
+    assert why in plan_command(*files, schedules="1f1b")
+    assert not json.loads(plan_command(*files, schedules="1f1b", json_wanted=True))["trainable"]
+    assert "cannot be trained yet" not in plan_command(*files, replicas=1)
+    told = json.loads(plan_command(*files, replicas=1, json_wanted=True))
+    assert told["trainable"]
+    assert [stage["replicas"] for stage in told["stages"]] == [1, 1]
+
+
 @pytest.mark.parametrize("method", PLANNERS)
 def test_layers_that_take_no_time_are_nothing_to_plan(method):
     with pytest.raises(InputError, match="a profile in which some layer takes time, but got 0 seconds in all"):

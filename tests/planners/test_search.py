@@ -88,6 +88,9 @@ def test_nothing_is_below_the_bound(seed):
     options = (("policy", "pb"),) if name == "dapple" else ()
     one = straight(profile, (0, *cut, layers), replicas, name, m, options)
     bound = lower_bound(profile, cluster, chosen_methods(name), m)
+    capped = lower_bound(profile, cluster, chosen_methods(name), m, max(replicas))
+    assert capped >= bound * (1 - 1e-9)
+    bound = max(bound, capped)
     assert seconds_of(one, profile, cluster) >= bound * (1 - 1e-9)
 
 
@@ -285,6 +288,8 @@ def test_gpipe_wins_where_every_message_takes_long():
         ({"schedules": 5}, "schedules as names"),
         ({"schedules": [5]}, "schedules that search knows"),
         ({"seconds": "x"}, "seconds to be 0 or more"),
+        ({"replicas": 0}, "replicas to be a whole number of at least 1"),
+        ({"replicas": "1"}, "replicas to be a whole number of at least 1"),
         ({"recompute": "x"}, "recompute to be True or False"),
         ({"fixed": 1}, "fixed to be True or False"),
     ],
@@ -348,6 +353,51 @@ def test_replicas_have_whole_rows():
     free = plan(Profile(layered(1).layers, samples=2), host(1e12), batch=16, microbatch=2, schedules="1f1b",
                 whole_rows=False)  # fmt: skip
     assert free.plan.replicas == (4,)
+
+
+def test_no_stage_has_more_replicas_than_allowed():
+    """Every plan that is tried, from every source of them: enumerated, cut by labels, in chunks, and climbed to."""
+    cases = [
+        (2, host(1e12, 3), {"schedules": "1f1b"}),
+        (6, Cluster.uniform((Level("inside", 4, 300e9), Level("between", 2, 25e9)), Device("d", 80e9)), {}),
+        (12, Cluster.uniform((Level("inside", 8, 300e9), Level("between", 16, 25e9)), Device("d", 80e9)), {}),
+    ]
+    for (layers, cluster, more), most in ((case, most) for case in cases for most in (1, 2)):
+        tried, judge = [], Scorer(cluster)
+
+        def evaluate(plan, profile, tried=tried, judge=judge):
+            tried.append(max(plan.replicas))
+            return judge(plan, profile)
+
+        free = search(layered(layers, 1e8, 1e7), cluster, microbatches=16, evaluate=evaluate, whole_rows=False, **more)
+        assert max(tried) > most
+        tried.clear()
+        found = search(layered(layers, 1e8, 1e7), cluster, microbatches=16, evaluate=evaluate, whole_rows=False,
+                       replicas=most, **more)  # fmt: skip
+        assert max(tried) <= most
+        assert found.seconds >= free.seconds * (1 - 1e-9)
+        assert found.bound <= found.seconds * (1 + 1e-9)
+        assert len(found.plan.slots) > 1
+
+
+def test_without_replicas_small_instances_equal_brute_force():
+    random = Random(5)
+    profile, cluster = random_profile(random, 4), host(1e12, 3)
+    found = search(profile, cluster, microbatches=4, evaluate=Scorer(cluster), schedules="1f1b", recompute=False,
+                   fixed=True, replicas=1)  # fmt: skip
+    plans = (one for one in every_straight(profile, 3, "1f1b", 4) if max(one.replicas) == 1)
+    assert found.seconds == pytest.approx(min(seconds_of(one, profile, cluster) for one in plans), rel=1e-12)
+    assert found.exact
+
+
+def test_what_is_short_counts_the_replicas_that_are_allowed():
+    """Four devices could share 10 GB of activations in halves and quarters; two may, and then one."""
+    profile = Profile((Layer("l", 1.0, 1.0, 1.0, kept_bytes=10e9, parameter_bytes=1e6),), samples=4)
+    for most, size in ((2, 5.01e9), (1, 10.01e9)):
+        ask = {"batch": 16, "recompute": False, "replicas": most}
+        with pytest.raises(InputError, match="GB short"):
+            plan(profile, host(size - 2e7, devices=4), **ask)
+        assert not plan(profile, host(size, devices=4), **ask).over
 
 
 def test_slow_and_small_devices_get_less():

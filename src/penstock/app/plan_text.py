@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.app.plan_fit import changes_that_fit
-from penstock.app.plan_why import less_than_a_row, proof, runners_up, slower, traffic
+from penstock.app.plan_why import less_than_a_row, not_yet, proof, runners_up, slower, traffic
 from penstock.app.predict import Prediction
 from penstock.errors import InputError
 
@@ -36,6 +36,9 @@ def _reasons(found: Prediction) -> list[str]:
     split = less_than_a_row(found)
     if split is not None:
         lines.append(f"  cannot be run: {split}")
+    later = not_yet(found)
+    if later is not None:
+        lines.append(f"  cannot be trained yet: {later}")
     for device, missing in sorted(found.over.items(), key=lambda item: -item[1])[:1]:
         lines.append(
             f"  does not fit: device {device} is {missing / 1e9:.3g} GB short, {len(found.over)} device(s) in all"

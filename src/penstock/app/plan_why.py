@@ -93,6 +93,14 @@ def less_than_a_row(found: Prediction) -> str | None:
     return f"{most} replicas share micro-batches of {rows} row(s), less than a row each; use larger ones (--microbatch)"
 
 
+def not_yet(found: Prediction) -> str | None:
+    """Why no batch can be trained so with what training knows so far."""
+    most = max(found.plan.replicas)
+    if most == 1:
+        return None
+    return f"a stage has {most} replicas, and training knows one so far; search with --replicas 1 plans so"
+
+
 def traffic(found: Prediction) -> list[Moved]:
     """What moves in one step, between stages and in reductions."""
     shape, costs, plan = found.timeline.schedule.shape, found.timeline.costs, found.plan

@@ -39,7 +39,7 @@ class Rule:
     base: int = 1
     recompute: bool = False
     deepest: int | None = None  # stages at most
-    replicas: bool = True  # whether replicas may split a micro-batch
+    replicas: int | None = None  # that may split a micro-batch, at most
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Stage:
 def least_need(rule: Rule, profile: Profile, devices: int) -> Need:
     """Over all cuts into stages of equally many devices each, activations recomputed where that is allowed."""
     best, wide = _Stage(inf, 0, 0, 0.0), 1
-    for each in range(1, (min(devices, profile.samples) if rule.replicas else 1) + 1):
+    for each in range(1, min(devices, profile.samples, rule.replicas or devices) + 1):
         found = _least(rule, Chain.of(scaled_down(profile, each)), devices // each)
         if found.bytes < best.bytes:
             best, wide = found, each

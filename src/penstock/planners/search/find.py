@@ -169,27 +169,31 @@ def search(
     recompute: bool = True,
     whole_rows: bool = True,
     fixed: bool = False,
+    replicas: int | None = None,
 ) -> Outcome:
     """Minimise the seconds of a batch of so many micro-batches of the profile's size.
 
     `evaluate` may take all replicas of a rank for one, `confirm` does not. `seconds` limits the search; `fixed` keeps
-    micro-batches at the profile's size; `whole_rows=False` lets replicas split a row, as planners do that know no rows.
+    micro-batches at the profile's size; `whole_rows=False` lets replicas split a row, as planners do that know no rows;
+    `replicas` is the most that a stage may have.
     """
     whole("microbatches", microbatches)
     if microbatches > MOST_MICROBATCHES:
         expected = f"a batch of at most {MOST_MICROBATCHES:,} micro-batches of the profile's size"
         raise InputError(expected, f"{microbatches:,}", "profile larger micro-batches")
     whole("seed", seed, 0)
+    if replicas is not None:
+        whole("replicas", replicas)
     for name, value in (("recompute", recompute), ("whole_rows", whole_rows), ("fixed", fixed)):
         truth(name, value)
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
         raise InputError("seconds to be 0 or more", seconds, "give the search some time, or no limit")
-    space = Field(profile, cluster, chosen_methods(schedules), microbatches, recompute, whole_rows)
+    space = Field(profile, cluster, chosen_methods(schedules), microbatches, recompute, whole_rows, replicas)
     sizes = all_multiples(microbatches, fixed)
     few = _count(space, sizes) <= FEW
     sizes = sizes if few else multiples(microbatches, fixed)
     run = _Search(space, evaluate, monotonic() + (inf if seconds is None else seconds))
-    bound = min(lower_bound(space.sized(k), cluster, space.methods, microbatches // k) for k in sizes)
+    bound = min(lower_bound(space.sized(k), cluster, space.methods, microbatches // k, replicas) for k in sizes)
     exact = few and run.every(sizes)
     if not exact:
         expect_many_calls()
@@ -224,19 +228,20 @@ def _need(space: Field, profile: Profile, devices: int) -> Need:
     """The least of any method that has one chunk a rank, for as large a batch."""
     steps = space.microbatches * space.profile.samples // profile.samples
     needs = [
-        least_need(_rule(method, steps, devices, space.again), profile, devices)
+        least_need(_rule(space, method, steps, devices), profile, devices)
         for method in space.methods
         if method.chunks == 1
     ]
     return min(needs, key=lambda need: need.bytes, default=Need(0.0, "by a schedule with one chunk a rank"))
 
 
-def _rule(method: Method, steps: int, devices: int, again: bool) -> Rule:
+def _rule(space: Field, method: Method, steps: int, devices: int) -> Rule:
     """What a method keeps, or at most so much."""
     deepest = steps if method.schedule == "2bw" else None
     if method.split:  # what a stage does not hold for forwards it may hold for weight gradients that wait
-        return Rule(method.versions, 0, method.slope * (devices - 1) + 1, False, deepest)
-    return Rule(method.versions, method.slope, 1 if method.slope else steps, again, deepest, not method.turns)
+        return Rule(method.versions, 0, method.slope * (devices - 1) + 1, False, deepest, space.replicas)
+    most = 1 if method.turns else space.replicas
+    return Rule(method.versions, method.slope, 1 if method.slope else steps, space.again, deepest, most)
 
 
 def _count(space: Field, sizes: list[int]) -> int:

@@ -36,6 +36,7 @@ class Field:
     microbatches: int
     again: bool = True  # whether stages may recompute or offload
     whole_rows: bool = True  # whether a replica must have at least a row of a micro-batch
+    replicas: int | None = None  # of a stage at most
 
     def sized(self, times: int) -> Profile:
         if times not in self._sizes:
@@ -71,9 +72,12 @@ class Field:
         Replicas that take turns average as many batches into one update: only a batch of one micro-batch, as PipeDream
         knows it, is meant so.
         """
+        limits = [self.replicas]
         if method.turns:
-            return None if self.microbatches == 1 else 1
-        return self.profile.samples * times if self.whole_rows else None
+            limits.append(None if self.microbatches == 1 else 1)
+        elif self.whole_rows:
+            limits.append(self.profile.samples * times)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def admits(self, candidate: Candidate) -> bool:
         """Whether the schedule exists for it."""
@@ -115,6 +119,8 @@ def _by_kind(field: Field, times: int, order: tuple[int, ...], chain: Chain, pla
             continue
         seen.add(kind)
         most = field.most_replicas(method, times)
+        if most is not None and most < places.unit:
+            continue  # places of one device each serve it
         for meet in (
             (False, True) if method.turns and most is None else (False,)
         ):  # how much it waits, the clock will say
@@ -147,7 +153,7 @@ def chunked(field: Field, times: int, order: tuple[int, ...]) -> Iterator[Guess]
             if pieces > len(field.profile.layers) or ranks < 2:
                 continue
             bounds, largest = field.even(pieces)
-            replicas = (devices // ranks,) * ranks
+            replicas = (min(devices // ranks, field.replicas or devices),) * ranks
             for mode in (Mode.KEEP, Mode.RECOMPUTE) if field.again else (Mode.KEEP,):
                 made = Candidate(method, times, steps, order, devices - sum(replicas), tuple(bounds), replicas,
                                  (mode,) * pieces)  # fmt: skip
