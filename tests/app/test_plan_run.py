@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from random import Random
 
@@ -157,6 +158,21 @@ def test_replicas_with_less_than_a_row_are_told_and_not_compared(tmp_path):
     table = plan_command(*files, "all", batch=8).partition("fastest first")[2]
     assert "dapple" not in table
     assert "pipedream" in table
+
+
+def test_what_is_a_little_faster_is_named(tmp_path):
+    layers = tuple(Layer(f"L{at}", 2.0, 2.0, 2.0, parameter_bytes=1.0) for at in range(2))
+    (tmp_path / "p.json").write_text(json.dumps(Profile(layers, samples=1).to_json()))
+    (tmp_path / "c.toml").write_text("devices = 2\n[inside]\nbandwidth = 64.0\n")
+    files = tmp_path / "p.json", tmp_path / "c.toml"
+    said = plan_command(*files, batch=1000, microbatch=1)
+    assert "schedule 1f1b" in said
+    assert "none is more than 0.1% faster" in said
+    assert re.search(r"faster, but by less than 1%: .*2bw 0\.10%.*; for so little a synchronous schedule", said)
+    assert re.search(r"runners-up take: .*2bw \(1:1\) -0\.1%", said)
+    alone = plan_command(*files, batch=1000, microbatch=1, schedules="1f1b")
+    assert "none is faster" in alone
+    assert "by less than" not in alone
 
 
 def test_replicas_are_said_not_to_be_trained_yet(tmp_path):

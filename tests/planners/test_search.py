@@ -163,6 +163,46 @@ def test_exact_is_said_where_no_order_of_devices_is_faster():
     assert not plan(layered(2, 1.0, 1.0), two_hosts, batch=2, schedules="1f1b").outcome.exact
 
 
+def even_pair():
+    """Two equal layers on two devices, hardly anything sent, 1,000 micro-batches: only the bubble of 1/1000 differs."""
+    return Profile(layered(2).layers, samples=1), host(float("inf"), 2), {"batch": 1000, "microbatch": 1}
+
+
+def test_what_is_trained_is_not_changed_for_next_to_nothing():
+    profile, cluster, ask = even_pair()
+    fastest = plan(profile, cluster, margin=0, **ask)
+    assert METHODS[[m.schedule for m in METHODS].index(fastest.plan.schedule)].flush is False
+    found = plan(profile, cluster, **ask)
+    assert found.plan.schedule == "1f1b"
+    assert 1 < found.step_seconds / fastest.step_seconds < 1.01
+    assert found.outcome.gap == pytest.approx(found.step_seconds / fastest.step_seconds - 1)
+    assert found.outcome.runners[0].method == fastest.plan.schedule
+
+
+def test_of_synchronous_schedules_the_simpler_one_is_taken_unless_it_loses():
+    profile, cluster, ask = even_pair()
+    assert plan(profile, cluster, schedules="synchronous", **ask).plan.schedule == "1f1b"
+    assert plan(profile, cluster, schedules="zb-h1,gpipe", **ask).plan.schedule == "gpipe"
+    few = ask | {"batch": 4}  # the bubble counts
+    assert plan(profile, cluster, schedules="synchronous", **few).plan.schedule != "1f1b"
+    assert plan(profile, cluster, **few).plan.schedule == "2bw"
+
+
+def test_the_margin_is_of_what_every_replica_takes():
+    """The one that is taken is simulated with all its replicas too, not the fastest alone."""
+    cluster, sure = Cluster.uniform((Level("inside", 8, 300e9),), Device("d", 80e9)), []
+    judge, whole = Scorer(cluster), Scorer(cluster, folding=False)
+
+    def confirm(plan, profile):
+        sure.append(plan)
+        return whole(plan, profile)
+
+    found = search(layered(6, 1e8, 1e6), cluster, microbatches=256, evaluate=judge, confirm=confirm)
+    assert found.plan in sure
+    assert found.runners[0].plan in sure
+    assert found.plan.schedule == "1f1b"
+
+
 def test_exact_has_every_size_of_micro_batch():
     found = plan(layered(2), host(1e12, 2), batch=6, schedules="1f1b", whole_rows=False).outcome
     sizes = {multiple for multiple in range(1, 7) if 6 % multiple == 0}
@@ -288,6 +328,8 @@ def test_gpipe_wins_where_every_message_takes_long():
         ({"schedules": 5}, "schedules as names"),
         ({"schedules": [5]}, "schedules that search knows"),
         ({"seconds": "x"}, "seconds to be 0 or more"),
+        ({"margin": -0.1}, "margin to be a share of 0 or more"),
+        ({"margin": float("nan")}, "margin to be a share of 0 or more"),
         ({"replicas": 0}, "replicas to be a whole number of at least 1"),
         ({"replicas": "1"}, "replicas to be a whole number of at least 1"),
         ({"recompute": "x"}, "recompute to be True or False"),

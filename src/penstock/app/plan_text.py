@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.app.plan_fit import changes_that_fit
-from penstock.app.plan_why import less_than_a_row, not_yet, proof, runners_up, slower, traffic
+from penstock.app.plan_why import less_than_a_row, not_yet, passed_over, proof, runners_up, slower, traffic
 from penstock.app.predict import Prediction
 from penstock.errors import InputError
 
@@ -30,9 +30,12 @@ def _reasons(found: Prediction) -> list[str]:
     told = proof(found)
     if told is not None:
         lines.append(f"  {told}")
+    near = passed_over(found)
+    if near is not None:
+        lines.append(f"  {near}")
     losses = runners_up(found)
     if losses:
-        lines.append(f"  runners-up lose: {'; '.join(map(str, losses))}")
+        lines.append(f"  runners-up take: {'; '.join(map(str, losses))}")
     split = less_than_a_row(found)
     if split is not None:
         lines.append(f"  cannot be run: {split}")

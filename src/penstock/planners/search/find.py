@@ -3,7 +3,8 @@
 Steps: (1) a bound that no plan can beat; (2) where there are few plans, all of them are simulated; else (3) for every
 size of micro-batch and order of devices, the best cut for every depth by dynamic programming; (4) those are simulated,
 the most promising first, until the next is thought to be clearly worse than the best; (5) small changes to the best few
-that the simulator likes. A planner that wants the simulator is handed a function: `evaluate(plan, profile)`.
+that the simulator likes. Of the best plans of all schedules that are about as fast, the one is taken that changes
+training least. A planner that wants the simulator is handed a function: `evaluate(plan, profile)`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from penstock.planners.search.bound import lower_bound
 from penstock.planners.search.candidate import Candidate
 from penstock.planners.search.climb import climb
 from penstock.planners.search.lift import Field, Guess, chunked, every_plan, labelled
-from penstock.planners.search.space import Method, all_multiples, chosen_methods, multiples, no_order_matters, orders
+from penstock.planners.search.space import (
+    METHODS,
+    Method,
+    all_multiples,
+    chosen_methods,
+    multiples,
+    no_order_matters,
+    orders,
+)
 from penstock.planners.short import Need, Rule, least_need, shortage
 
 MOST_MICROBATCHES = 10**7
@@ -39,6 +48,7 @@ HOPELESS = 1.5  # a method whose guesses are all this much above the best plan: 
 GLANCES = 4  # its guesses that are simulated, to tell what it loses
 CHANGES = 640  # plans simulated while climbing, at most
 STARTS = 2
+MARGIN = 0.01  # a gain, as a share, that is worth another schedule
 
 
 class Scored(NamedTuple):
@@ -63,18 +73,23 @@ class Runner:
 
 @dataclass(frozen=True)
 class Searched(Outcome):
-    """An outcome with its proof: no plan takes less than `bound` seconds; and the best plan of every other schedule."""
+    """An outcome with its proof: no plan takes less than `bound` seconds; and the best plan of every schedule.
+
+    The fastest comes first; one that is faster by less than the share `margin` may have been passed over.
+    """
 
     bound: float = 0.0
     runners: tuple[Runner, ...] = ()
     simulated: int = 0
     exact: bool = False  # every plan was simulated
     stopped: bool = False  # by the time limit
+    margin: float = 0.0
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound it takes, as a share; 0 where every plan was simulated."""
-        return 0.0 if self.exact or not self.bound else self.seconds / self.bound - 1
+        """How much longer than the bound it takes, as a share; where every plan was simulated, than the fastest."""
+        least = self.runners[0].seconds if self.exact else self.bound
+        return self.seconds / least - 1 if least else 0.0
 
 
 @dataclass(eq=False)
@@ -86,6 +101,7 @@ class _Search:
     best: Candidate | None = None
     seconds: float = inf
     left: int = CHANGES
+    margin: float = 0.0
 
     def score(self, candidate: Candidate) -> float:
         """Seconds of a batch; infinite where it does not fit."""
@@ -135,25 +151,33 @@ class _Search:
             climb(self.space, start, self.score, self.known[start].seconds, lambda: self.late() or self.left <= 0)
 
     def confirm(self, whole: Evaluate) -> None:
-        """The best again with every replica in the simulation, until the best there is has been confirmed."""
+        """The best and the one to take again with every replica in the simulation, until both have been confirmed."""
         sure: set[Candidate] = set()
-        while (best := min(self.fitting(), key=lambda c: self.known[c].seconds, default=None)) and best not in sure:
-            self.known[best] = whole(best.plan(), self.space.sized(best.times))
-            sure.add(best)
-        self.best, self.seconds = best, self.known[best].seconds if best else inf
+        while (ranked := self.ranked()) and (doubtful := {ranked[0], self.taken(ranked)} - sure):
+            for one in doubtful:
+                self.known[one] = whole(one.plan(), self.space.sized(one.times))
+            sure |= doubtful
 
     def fitting(self) -> list[Candidate]:
         return [candidate for candidate, found in self.known.items() if found.short <= 0]
 
-    def runners(self) -> tuple[Runner, ...]:
-        """The best of every method, the winner's first."""
-        by_method: dict[str, Candidate] = {}
+    def ranked(self) -> list[Candidate]:
+        """The best of every method, the fastest first."""
+        by_method: dict[Method, Candidate] = {}
         for candidate in self.fitting():
-            name = candidate.method.name
-            if name not in by_method or self.known[candidate].seconds < self.known[by_method[name]].seconds:
-                by_method[name] = candidate
-        ranked = sorted(by_method.items(), key=lambda item: self.known[item[1]].seconds)
-        return tuple(Runner(name, self.known[c].seconds, c.plan(), self.space.sized(c.times)) for name, c in ranked)
+            known = by_method.setdefault(candidate.method, candidate)
+            if self.known[candidate].seconds < self.known[known].seconds:
+                by_method[candidate.method] = candidate
+        return sorted(by_method.values(), key=lambda c: self.known[c].seconds)
+
+    def taken(self, ranked: list[Candidate]) -> Candidate:
+        """Of those that are about as fast as the first one with a flush if there is any, of the simplest schedule."""
+        most = self.known[ranked[0]].seconds * (1 + self.margin)
+        near = [c for c in ranked if self.known[c].seconds <= most]
+        return min(near, key=lambda c: METHODS.index(c.method))
+
+    def runner(self, c: Candidate) -> Runner:
+        return Runner(c.method.name, self.known[c].seconds, c.plan(), self.space.sized(c.times))
 
 
 def search(
@@ -170,12 +194,14 @@ def search(
     whole_rows: bool = True,
     fixed: bool = False,
     replicas: int | None = None,
+    margin: float = MARGIN,
 ) -> Outcome:
     """Minimise the seconds of a batch of so many micro-batches of the profile's size.
 
     `evaluate` may take all replicas of a rank for one, `confirm` does not. `seconds` limits the search; `fixed` keeps
     micro-batches at the profile's size; `whole_rows=False` lets replicas split a row, as planners do that know no rows;
-    `replicas` is the most that a stage may have.
+    `replicas` is the most that a stage may have. Between the best plans of all schedules `margin` decides: a gain below
+    that share is not worth an asynchronous schedule, nor one that is less simple.
     """
     whole("microbatches", microbatches)
     if microbatches > MOST_MICROBATCHES:
@@ -188,11 +214,14 @@ def search(
         truth(name, value)
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
         raise InputError("seconds to be 0 or more", seconds, "give the search some time, or no limit")
+    if not (isinstance(margin, (int, float)) and 0 <= margin < inf):
+        raise InputError("margin to be a share of 0 or more", margin, "0.01 takes a simpler schedule that loses 1%")
     space = Field(profile, cluster, chosen_methods(schedules), microbatches, recompute, whole_rows, replicas)
     sizes = all_multiples(microbatches, fixed)
     few = _count(space, sizes) <= FEW
     sizes = sizes if few else multiples(microbatches, fixed)
-    run = _Search(space, evaluate, monotonic() + (inf if seconds is None else seconds))
+    until = monotonic() + (inf if seconds is None else seconds)
+    run = _Search(space, evaluate, until, margin=margin)
     bound = min(lower_bound(space.sized(k), cluster, space.methods, microbatches // k, replicas) for k in sizes)
     exact = few and run.every(sizes)
     if not exact:
@@ -201,13 +230,13 @@ def search(
         run.improve(Random(seed))
     if confirm is not None:
         run.confirm(confirm)
-    if run.best is None:
+    ranked = run.ranked()
+    if not ranked:
         raise shortage(space.sized(min(sizes)), cluster, partial(_need, space))
-    best = run.best
+    best, *others = map(run.runner, [run.taken(ranked), *ranked])
     return Searched(
-        "search", best.plan(), space.sized(best.times), run.seconds, bound, run.runners(), len(run.known),
-        exact, run.late(),
-    )  # fmt: skip
+        "search", best.plan, best.profile, best.seconds, bound, tuple(others), len(run.known), exact, run.late(), margin
+    )
 
 
 def _explore(run: _Search, sizes: list[int]) -> None:

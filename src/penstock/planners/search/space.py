@@ -37,7 +37,7 @@ class Method:
         return 0 if self.whole else 2 if self.deep else 1
 
 
-METHODS = (
+METHODS = (  # with a flush first, since those train as one device does, and the simpler ones of each kind first
     Method("1f1b", "1f1b"),
     Method("gpipe", "gpipe", whole=True),
     Method("zb-h1", "zb-h1", split=True),
