@@ -99,6 +99,19 @@ def test_text_names_stages_memory_and_bottleneck(files):
     )
 
 
+def test_options_go_to_the_methods_that_have_them_when_all_are_compared(files):
+    ask = {"batch": 8, "schedules": "zb-h1", "seconds": 30.0, "seed": 3, "replicas": 1, "stages": 2}
+    told = {one["method"]: one for one in json.loads(plan_command(*files, "all", **ask, json_wanted=True))}
+    assert list(told) == list(PLANNERS)
+    assert told["search"]["schedule"] == "zb-h1"
+    assert [len(told[name]["stages"]) for name in ("balance", "gpipe")] == [2, 2]
+    assert {stage["replicas"] for stage in told["search"]["stages"]} == {1}
+    said = plan_command(*files, "all", batch=8, schedules="1f2b")
+    assert "search: expected schedules that search knows, but got '1f2b'" in said
+    with pytest.raises(InputError, match=r"options that some method has .*, but got colour, hue; leave the others out"):
+        plan_all(read_profile(files[0]), Cluster.uniform((Level("link", 2, 8.0),)), hue=1, colour=2, seed=3)
+
+
 def test_what_does_not_fit_is_said(files):
     profile = read_profile(files[0])
     small = Cluster.uniform((Level("link", 2, 8.0),), Device("d", 100.0))
