@@ -188,6 +188,20 @@ def test_what_is_a_little_faster_is_named(tmp_path):
     assert "by less than" not in alone
 
 
+def test_large_runners_up_are_not_simulated_once_more(monkeypatch):
+    """Their seconds are known, and their causes would not be told."""
+    profile = Profile(tuple(Layer(f"L{at}", 2.0, 2.0, 2.0, parameter_bytes=1.0) for at in range(2)))
+    cluster = Cluster.uniform((Level("link", 2, 64.0),))
+    found = plan(profile, cluster, batch=4096, microbatch=1)
+    others = {runner.method: runner.seconds for runner in found.outcome.runners if runner.plan != found.plan}
+    monkeypatch.setattr("penstock.app.plan_why.predict", lambda *given: pytest.fail("simulated"))
+    told = as_json(found)["runners_up"]
+    assert len(told) > 1
+    for one in told:
+        assert one["step_seconds"] == others[one["schedule"]]
+        assert one["more"] == pytest.approx(one["step_seconds"] / found.step_seconds - 1)
+
+
 def test_replicas_are_said_not_to_be_trained_yet(tmp_path):
     """Two layers of the same work, hardly anything to reduce: replicas have no bubble."""
     layers = tuple(Layer(f"L{at}", 2.0, 2.0, 2.0, parameter_bytes=1.0) for at in range(2))

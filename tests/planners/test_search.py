@@ -18,6 +18,7 @@ from penstock.app.score import Scorer
 from penstock.core.plan import Plan, StagePlan
 from penstock.core.profile import PerStage
 from penstock.planners.outcome import Outcome
+from penstock.planners.search import labels
 from penstock.planners.search.bound import lower_bound
 from penstock.planners.search.find import search
 from penstock.planners.search.space import METHODS, all_multiples, chosen_methods, multiples, orders
@@ -300,6 +301,41 @@ def test_a_time_limit_is_kept_but_for_the_plan_that_there_must_be():
     assert hasty.stopped
     assert set(tried) == {64 * 1}  # rows of the largest micro-batch, which is looked at first
     assert hasty.simulated < 5
+
+
+def test_when_time_is_up_no_long_pass_goes_on(monkeypatch):
+    """One depth of the first programme is enough, and nothing is simulated with all its replicas."""
+    depths, sure, fill = [], [], labels._fill
+    monkeypatch.setattr(labels, "_fill", lambda *given: (depths.append(given), fill(*given)))
+    cluster = Cluster.uniform((Level("inside", 8, 300e9), Level("between", 4, 25e9)), Device("d", 80e9))
+    ask = {"microbatches": 64, "evaluate": Scorer(cluster), "confirm": lambda *given: sure.append(given)}
+    assert search(layered(48, kept=4e8, weights=3e8), cluster, seconds=0.0, **ask).stopped
+    assert len(depths) == 1
+    assert not sure
+
+
+def test_a_plan_is_found_though_what_was_found_in_a_hurry_does_not_fit():
+    """A judge that has no room for less than three stages, as the programmes do not know."""
+    cluster = host(80e9, 32)
+    judge = Scorer(cluster)
+
+    def evaluate(plan, profile):
+        return judge(plan, profile)._replace(short=float(plan.ranks < 3))
+
+    found = search(layered(24), cluster, microbatches=8, evaluate=evaluate, seconds=0.0)
+    assert found.stopped
+    assert found.plan.ranks >= 3
+
+
+def test_half_of_the_time_is_for_the_simulator(monkeypatch):
+    """Where a depth of a programme takes a second: what has been found by then is looked at, not one plan alone."""
+    depths, fill = [], labels._fill
+    monkeypatch.setattr(labels, "_fill", lambda *given: (depths.append(1), fill(*given)))
+    monkeypatch.setattr("penstock.planners.search.find.monotonic", lambda: len(depths))
+    cluster = Cluster.uniform((Level("inside", 8, 300e9), Level("between", 4, 25e9)), Device("d", 80e9))
+    found = search(layered(24, 4e8, 3e8), cluster, microbatches=64, evaluate=Scorer(cluster), seconds=40)
+    assert found.stopped
+    assert len(found.runners) > 3
 
 
 def test_batches_of_millions_are_not_cut_finer_than_a_schedule_needs():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.app.predict import Prediction, predict
 from penstock.core.plan import Plan
 from penstock.planners.outcome import Outcome
-from penstock.planners.search.find import Searched
+from penstock.planners.search.find import Runner, Searched
 from penstock.simulator.breakdown import breakdown
 
 MOST = 6  # runners-up that are looked into
@@ -40,6 +40,10 @@ class Moved:
     seconds: float  # that the busiest link is taken
 
 
+def is_large(plan: Plan) -> bool:
+    return len(plan.slots) * plan.microbatches > LARGE
+
+
 def causes(found: Prediction) -> dict[str, float]:
     """Seconds of one step by cause."""
     line = found.timeline
@@ -53,7 +57,7 @@ def slower(best: Prediction, other: Prediction, name: str) -> Loss:
     scale = best.rows / other.rows
     step = other.step_seconds * scale
     parts: list[tuple[str, float]] = []
-    if len(other.plan.slots) * other.plan.microbatches <= LARGE:
+    if not is_large(other.plan):
         ours, theirs = causes(best), causes(other)
         shares = {cause: (theirs[cause] * scale - ours[cause]) / best.step_seconds for cause in ours}
         parts = sorted(shares.items(), key=lambda item: -abs(item[1]))[:2]
@@ -66,12 +70,14 @@ def runners_up(found: Prediction) -> list[Loss]:
     if not isinstance(outcome, Searched):
         return []
     others = [runner for runner in outcome.runners if runner.plan != found.plan][:MOST]
-    return [
-        slower(
-            found, predict(Outcome("search", runner.plan, runner.profile, runner.seconds), found.cluster), runner.method
-        )
-        for runner in others
-    ]
+    return [_runner_up(found, outcome, runner) for runner in others]
+
+
+def _runner_up(found: Prediction, outcome: Searched, runner: Runner) -> Loss:
+    if is_large(runner.plan):  # its seconds are known, and more would not be told
+        return Loss(runner.method, runner.plan, runner.seconds, runner.seconds / outcome.seconds - 1, ())
+    other = predict(Outcome("search", runner.plan, runner.profile, runner.seconds), found.cluster)
+    return slower(found, other, runner.method)
 
 
 def proof(found: Prediction) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from math import comb, inf
 from random import Random
 from time import monotonic
@@ -96,7 +96,8 @@ class Searched(Outcome):
 class _Search:
     space: Field
     evaluate: Evaluate
-    until: float
+    begun: float
+    limit: float  # seconds
     known: dict[Candidate, Scored] = field(default_factory=dict)
     best: Candidate | None = None
     seconds: float = inf
@@ -115,8 +116,9 @@ class _Search:
             self.best, self.seconds = candidate, found.seconds
         return found.seconds
 
-    def late(self) -> bool:
-        return monotonic() > self.until
+    def late(self, share: float = 1.0) -> bool:
+        """Whether the time is up, or a share of it."""
+        return monotonic() > self.begun + share * self.limit
 
     def every(self, sizes: list[int]) -> bool:
         """Simulate all plans; whether that was all there is to try, as where no device is short of memory."""
@@ -151,9 +153,14 @@ class _Search:
             climb(self.space, start, self.score, self.known[start].seconds, lambda: self.late() or self.left <= 0)
 
     def confirm(self, whole: Evaluate) -> None:
-        """The best and the one to take again with every replica in the simulation, until both have been confirmed."""
+        """The best and the one to take again with every replica in the simulation, until both have been confirmed.
+
+        When time is nearly up they are taken as they are: where many devices share a stage, this takes seconds.
+        """
         sure: set[Candidate] = set()
-        while (ranked := self.ranked()) and (doubtful := {ranked[0], self.taken(ranked)} - sure):
+        while (
+            not self.late(0.75) and (ranked := self.ranked()) and (doubtful := {ranked[0], self.taken(ranked)} - sure)
+        ):
             for one in doubtful:
                 self.known[one] = whole(one.plan(), self.space.sized(one.times))
             sure |= doubtful
@@ -220,8 +227,7 @@ def search(
     sizes = all_multiples(microbatches, fixed)
     few = _count(space, sizes) <= FEW
     sizes = sizes if few else multiples(microbatches, fixed)
-    until = monotonic() + (inf if seconds is None else seconds)
-    run = _Search(space, evaluate, until, margin=margin)
+    run = _Search(space, evaluate, monotonic(), inf if seconds is None else seconds, margin=margin)
     bound = min(lower_bound(space.sized(k), cluster, space.methods, microbatches // k, replicas) for k in sizes)
     exact = few and run.every(sizes)
     if not exact:
@@ -241,13 +247,21 @@ def search(
 
 def _explore(run: _Search, sizes: list[int]) -> None:
     """Guesses for every size and order, then the simulator; when time is up, as soon as one plan fits."""
+    for hurry in (run.late, lambda: False):
+        _guess_and_look(run, sizes, hurry)
+        if run.best is not None or not run.late():
+            return  # else a programme that was cut short may have missed what fits
+
+
+def _guess_and_look(run: _Search, sizes: list[int], hurry: Callable[[], bool]) -> None:
+    """From half of the time on every guess is looked at as soon as it is there."""
     found: list[Guess] = []
-    for order in orders(run.space.cluster):
-        for times in reversed(sizes):  # large micro-batches first: few of them are soon simulated
-            found += chain(labelled(run.space, times, order), chunked(run.space, times, order))
-            if run.late():
+    for order, times in product(orders(run.space.cluster), reversed(sizes)):  # large micro-batches are soon simulated
+        for some in chain(labelled(run.space, times, order, hurry), [chunked(run.space, times, order)]):
+            found += some
+            if run.late(0.5):
                 run.look(found)
-                if run.best is not None:
+                if run.late() and run.best is not None:
                     return
                 found = []
     run.look(found)

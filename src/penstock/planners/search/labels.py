@@ -13,6 +13,7 @@ in flight, recomputes or offloads them, whichever is faster.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -62,9 +63,10 @@ class Labels:
         again: bool,
         whole: int | None,
         meet: bool = False,
+        hurry: Callable[[], bool] = lambda: False,
     ) -> Labels:
         """`again`: whether stages may recompute or offload; `whole`: rows that replicas must not split further; `meet`:
-        replicas in turns wait for their reduction."""
+        replicas in turns wait for their reduction; `hurry`: whether some depth that has a cut is enough."""
         layers, units = chain.layers, places.units
         depth = min(layers, units, MOST_DEPTH)
         shape = (depth, layers + 1, units + 1)
@@ -85,7 +87,7 @@ class Labels:
             )
             now = float(value[d, 0].min())
             best, since = (now, 0) if now < best else (best, since + np.isfinite(best))
-            if since > PATIENCE:
+            if since > PATIENCE or (np.isfinite(best) and hurry()):
                 break
         return cls(places, value, end, count, mode)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -99,16 +99,20 @@ class Field:
                 yield other
 
 
-def labelled(field: Field, times: int, order: tuple[int, ...]) -> Iterator[Guess]:
-    """The best cut for every number of stages, for every kind of method."""
+def labelled(
+    field: Field, times: int, order: tuple[int, ...], hurry: Callable[[], bool] = lambda: False
+) -> Iterator[Iterator[Guess]]:
+    """The best cut for every number of stages, for one kind of method after the other; in a hurry, for fewer."""
     chain, places = Chain.of(field.sized(times)), field.places(order)
-    yield from _by_kind(field, times, order, chain, places)
+    yield from _by_kind(field, times, order, chain, places, hurry)
     if places.unit > 1 and chain.layers > 1:
         few = order[-min(len(order), chain.layers) :]
-        yield from _by_kind(field, times, few, chain, field.places(few, alone=True))
+        yield from _by_kind(field, times, few, chain, field.places(few, alone=True), hurry)
 
 
-def _by_kind(field: Field, times: int, order: tuple[int, ...], chain: Chain, places: Places) -> Iterator[Guess]:
+def _by_kind(
+    field: Field, times: int, order: tuple[int, ...], chain: Chain, places: Places, hurry: Callable[[], bool]
+) -> Iterator[Iterator[Guess]]:
     steps, seen = field.microbatches // times, set()
     some = any(method.flush and not method.whole and method.chunks == 1 for method in field.methods)
     for method in field.methods:
@@ -124,8 +128,8 @@ def _by_kind(field: Field, times: int, order: tuple[int, ...], chain: Chain, pla
         for meet in (
             (False, True) if method.turns and most is None else (False,)
         ):  # how much it waits, the clock will say
-            labels = Labels.of(chain, places, method, steps, field.again, most, meet)
-            yield from _read_back(field, times, order, method, labels)
+            labels = Labels.of(chain, places, method, steps, field.again, most, meet, hurry)
+            yield _read_back(field, times, order, method, labels)
 
 
 def _read_back(field: Field, times: int, order: tuple[int, ...], method: Method, labels: Labels) -> Iterator[Guess]:
