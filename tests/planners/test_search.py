@@ -411,6 +411,48 @@ def test_advice_is_true_for_the_schedules_that_were_allowed(schedules):
         assert not plan(profile, host(size, devices=devices), **ask).over
 
 
+@pytest.mark.parametrize(("memory", "cap"), [(3.3e9, 1), (4.5e9, 2), (1e12, None)])
+def test_where_memory_decides_fewer_micro_batches_are_kept_in_flight(memory, cap):
+    """Two layers of 1 GB a stage and micro-batch: 1f1b's first stage would keep four of them."""
+    found = plan(layered(8, weights=1e8), host(memory), batch=8, recompute=False, replicas=1, schedules="synchronous")
+    assert dict(found.plan.options).get("cap") == cap
+    assert not found.over
+    named = {runner.method for runner in found.outcome.runners}
+    assert any(name.startswith("dapple cap") for name in named) == (cap is not None)
+
+
+def test_search_plans_wherever_dapple_does():
+    """Its planner caps what is in flight as memory demands: tight devices of every size, nothing recomputed."""
+    planned = 0
+    for seed in (*range(24), 92, 100):
+        random = Random(seed)
+        layers, devices = random.randint(3, 10), random.randint(2, 5)
+        profile = random_profile(random, layers)
+        needed = sum(2 * x.parameter_bytes + x.optimizer_bytes + x.kept_bytes for x in profile.layers)
+        cluster = host(needed * random.choice((0.25, 0.35, 0.5, 0.7, 0.9)), devices)
+        cluster = replace(cluster, levels=(Level("link", devices, 20.0),))
+        try:
+            other = plan(profile, cluster, method="dapple", batch=12)
+        except InputError:
+            continue
+        found = plan(profile, cluster, batch=12, schedules="synchronous", recompute=False, whole_rows=False, margin=0,
+                     fixed=True)  # fmt: skip
+        assert not found.over
+        assert other.over or found.step_seconds <= other.step_seconds * (1 + 1e-9)
+        planned += 1
+    assert planned > 10
+
+
+@pytest.mark.parametrize("schedules", ["any", "dapple", "1f1b"])
+def test_what_is_short_counts_with_few_micro_batches_in_flight_where_they_may_be(schedules):
+    """Two devices, two layers of 1 GB a micro-batch: 1f1b keeps two, dapple one if it must."""
+    profile, ask = layered(2, weights=1e8), {"batch": 8, "recompute": False, "schedules": schedules, "fixed": True}
+    least = 1.2e9 if schedules != "1f1b" else 2.2e9
+    with pytest.raises(InputError, match=rf"{least / 1e9} GB on the fullest .* devices of {least / 1e9}0"):
+        plan(profile, host(0.99 * least, 2), **ask)
+    assert not plan(profile, host(1.001 * least, 2), **ask).over
+
+
 def test_replicas_that_split_a_micro_batch_are_the_smallest_change():
     profile = Profile((Layer("l", 1.0, 1.0, 1.0, kept_bytes=10e9, parameter_bytes=1e6),), samples=4)
     with pytest.raises(InputError, match=r"with 4 devices a stage .*devices of 2\.50\d GB"):

@@ -40,6 +40,7 @@ class Rule:
     recompute: bool = False
     deepest: int | None = None  # stages at most
     replicas: int | None = None  # that may split a micro-batch, at most
+    cap: int | None = None  # of micro-batches whose activations are kept, at most
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _least(rule: Rule, chain: Chain, devices: int) -> _Stage:
 
 
 def _stage(rule: Rule, chain: Chain, i: int, j: int, depth: int) -> _Stage:
-    flying = rule.slope * depth + rule.base
+    flying = min(rule.slope * depth + rule.base, rule.cap or inf)
     more = (rule.versions or flying) - 1
     standing = float(chain.standing[j] - chain.standing[i] + more * (chain.parameters[j] - chain.parameters[i]))
     kept, came = float(chain.kept[j] - chain.kept[i]), float(chain.cut[i])

@@ -3,14 +3,15 @@
 Steps: (1) a bound that no plan can beat; (2) where there are few plans, all of them are simulated; else (3) for every
 size of micro-batch and order of devices, the best cut for every depth by dynamic programming; (4) those are simulated,
 the most promising first, until the next is thought to be clearly worse than the best; (5) small changes to the best few
-that the simulator likes. Of the best plans of all schedules that are about as fast, the one is taken that changes
-training least. A planner that wants the simulator is handed a function: `evaluate(plan, profile)`.
+that the simulator likes. Where memory decides, (3) and (4) come once more for schedules that keep fewer micro-batches
+in flight than would be fastest. Of the best plans of all schedules that are about as fast, the one is taken that
+changes training least. A planner that wants the simulator is handed a function: `evaluate(plan, profile)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, product
 from math import comb, inf
@@ -168,6 +169,12 @@ class _Search:
     def fitting(self) -> list[Candidate]:
         return [candidate for candidate, found in self.known.items() if found.short <= 0]
 
+    def tight(self) -> bool:
+        """Whether memory decides: nothing fits, or only with less kept or, where all must be kept, not all plans do."""
+        if self.best is None or any(self.best.modes):
+            return True
+        return not self.space.again and any(found.short > 0 for found in self.known.values())
+
     def ranked(self) -> list[Candidate]:
         """The best of every method, the fastest first."""
         by_method: dict[Method, Candidate] = {}
@@ -225,14 +232,18 @@ def search(
         raise InputError("margin to be a share of 0 or more", margin, "0.01 takes a simpler schedule that loses 1%")
     space = Field(profile, cluster, chosen_methods(schedules), microbatches, recompute, whole_rows, replicas)
     sizes = all_multiples(microbatches, fixed)
-    few = _count(space, sizes) <= FEW
+    capped = tuple(method for method in space.methods if method.cap)
+    free = replace(space, methods=tuple(method for method in space.methods if not method.cap) or capped)
+    few = _count(free, sizes) <= FEW
     sizes = sizes if few else multiples(microbatches, fixed)
-    run = _Search(space, evaluate, monotonic(), inf if seconds is None else seconds, margin=margin)
+    run = _Search(free, evaluate, monotonic(), inf if seconds is None else seconds, margin=margin)
     bound = min(lower_bound(space.sized(k), cluster, space.methods, microbatches // k, replicas) for k in sizes)
-    exact = few and run.every(sizes)
+    exact = _try_all(run, sizes, few)
+    if capped and run.tight() and (run.best is None or not run.late()):
+        run.space = replace(space, methods=capped)
+        exact = _try_all(run, sizes, few) and exact
+        run.space = space
     if not exact:
-        expect_many_calls()
-        _explore(run, sizes)
         run.improve(Random(seed))
     if confirm is not None:
         run.confirm(confirm)
@@ -243,6 +254,15 @@ def search(
     return Searched(
         "search", best.plan, best.profile, best.seconds, bound, tuple(others), len(run.known), exact, run.late(), margin
     )
+
+
+def _try_all(run: _Search, sizes: list[int], few: bool) -> bool:
+    """The methods of the run's space; whether every plan there is was simulated."""
+    if few and run.every(sizes):
+        return True
+    expect_many_calls()
+    _explore(run, sizes)
+    return False
 
 
 def _explore(run: _Search, sizes: list[int]) -> None:
@@ -283,8 +303,8 @@ def _rule(space: Field, method: Method, steps: int, devices: int) -> Rule:
     deepest = steps if method.schedule == "2bw" else None
     if method.split:  # what a stage does not hold for forwards it may hold for weight gradients that wait
         return Rule(method.versions, 0, method.slope * (devices - 1) + 1, False, deepest, space.replicas)
-    most = 1 if method.turns else space.replicas
-    return Rule(method.versions, method.slope, 1 if method.slope else steps, space.again, deepest, most)
+    most, base = 1 if method.turns else space.replicas, 1 if method.slope else steps
+    return Rule(method.versions, method.slope, base, space.again, deepest, most, method.cap or None)
 
 
 def _count(space: Field, sizes: list[int]) -> int:

@@ -92,8 +92,8 @@ class Field:
     def alike(self, method: Method) -> Iterator[Method]:
         """Methods for which the same cut is as good."""
         for other in self.methods:
-            same = (other.flush, other.deep, other.turns, other.versions) == (
-                method.flush, method.deep, method.turns, method.versions,
+            same = (other.flush, other.deep, other.turns, other.versions, other.cap) == (
+                method.flush, method.deep, method.turns, method.versions, method.cap,
             )  # fmt: skip
             if same and other.chunks == 1:
                 yield other
@@ -118,7 +118,7 @@ def _by_kind(
     for method in field.methods:
         if method.whole and some:
             continue  # the cuts of others serve it where its memory allows
-        kind = (method.flush, method.deep, method.turns, method.versions)
+        kind = (method.flush, method.deep, method.turns, method.versions, method.cap)
         if method.chunks > 1 or kind in seen:
             continue
         seen.add(kind)
