@@ -290,11 +290,9 @@ def _guess_and_look(run: _Search, sizes: list[int], hurry: Callable[[], bool]) -
 def _need(space: Field, profile: Profile, devices: int) -> Need:
     """The least of any method that has one chunk a rank, for as large a batch."""
     steps = space.microbatches * space.profile.samples // profile.samples
-    needs = [
-        least_need(_rule(space, method, steps, devices), profile, devices)
-        for method in space.methods
-        if method.chunks == 1
-    ]
+    single = [method for method in space.methods if method.chunks == 1]
+    least = [method for method in single if method.cap == 1]  # no other needs less
+    needs = [least_need(_rule(space, method, steps, devices), profile, devices) for method in least or single]
     return min(needs, key=lambda need: need.bytes, default=Need(0.0, "by a schedule with one chunk a rank"))
 
 
