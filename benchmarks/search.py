@@ -39,7 +39,7 @@ BATCHED, ALONE = ("balance", "gpipe", "dapple", "2bw"), ("pipedream",)
 def searched(profile, cluster, microbatches):
     """Search for a batch of so many micro-batches, on the planners' own terms."""
     judges = {"evaluate": Scorer(cluster), "confirm": Scorer(cluster, folding=False)}
-    return search(profile, cluster, microbatches=microbatches, whole_rows=False, **judges)
+    return search(profile, cluster, microbatches=microbatches, whole_rows=False, margin=0.0, **judges)
 
 
 def beside(profile, cluster, microbatches, names):

@@ -37,6 +37,14 @@ def test_two_processes_measure_and_the_file_is_planned_from(small, tmp_path):
     assert planned.returncode == 0, planned.stderr
     told = json.loads(planned.stdout)
     assert told["step_seconds"] > 4 * max(layer.seconds for layer in found.layers)
+    searched = penstock("plan", *given, "--batch", 16, "--replicas", 1, "--json")
+    assert searched.returncode == 0, searched.stderr
+    (tmp_path / "plan.json").write_text(searched.stdout)
+    by_plan = SMALL.replace("stages = 2\nmicrobatches = 4", 'plan = "plan.json"')
+    (tmp_path / "planned.toml").write_text(by_plan)
+    trained = forked("train", "planned.toml", "--steps", 2, "--json", "--inline", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert len(json.loads(trained.stdout)["losses"]) == 2
 
 
 def test_json_on_the_terminal_from_one_process(small):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from random import Random
 
@@ -98,6 +99,19 @@ def test_text_names_stages_memory_and_bottleneck(files):
     )
 
 
+def test_options_go_to_the_methods_that_have_them_when_all_are_compared(files):
+    ask = {"batch": 8, "schedules": "zb-h1", "seconds": 30.0, "seed": 3, "replicas": 1, "stages": 2}
+    told = {one["method"]: one for one in json.loads(plan_command(*files, "all", **ask, json_wanted=True))}
+    assert list(told) == list(PLANNERS)
+    assert told["search"]["schedule"] == "zb-h1"
+    assert [len(told[name]["stages"]) for name in ("balance", "gpipe")] == [2, 2]
+    assert {stage["replicas"] for stage in told["search"]["stages"]} == {1}
+    said = plan_command(*files, "all", batch=8, schedules="1f2b")
+    assert "search: expected schedules that search knows, but got '1f2b'" in said
+    with pytest.raises(InputError, match=r"options that some method has .*, but got colour, hue; leave the others out"):
+        plan_all(read_profile(files[0]), Cluster.uniform((Level("link", 2, 8.0),)), hue=1, colour=2, seed=3)
+
+
 def test_what_does_not_fit_is_said(files):
     profile = read_profile(files[0])
     small = Cluster.uniform((Level("link", 2, 8.0),), Device("d", 100.0))
@@ -157,6 +171,50 @@ def test_replicas_with_less_than_a_row_are_told_and_not_compared(tmp_path):
     table = plan_command(*files, "all", batch=8).partition("fastest first")[2]
     assert "dapple" not in table
     assert "pipedream" in table
+
+
+def test_what_is_a_little_faster_is_named(tmp_path):
+    layers = tuple(Layer(f"L{at}", 2.0, 2.0, 2.0, parameter_bytes=1.0) for at in range(2))
+    (tmp_path / "p.json").write_text(json.dumps(Profile(layers, samples=1).to_json()))
+    (tmp_path / "c.toml").write_text("devices = 2\n[inside]\nbandwidth = 64.0\n")
+    files = tmp_path / "p.json", tmp_path / "c.toml"
+    said = plan_command(*files, batch=1000, microbatch=1)
+    assert "schedule 1f1b" in said
+    assert "none is more than 0.1% faster" in said
+    assert re.search(r"faster, but by less than 1%: .*2bw 0\.10%.*; for so little a synchronous schedule", said)
+    assert re.search(r"runners-up take: .*2bw \(1:1\) -0\.1%", said)
+    alone = plan_command(*files, batch=1000, microbatch=1, schedules="1f1b")
+    assert "none is faster" in alone
+    assert "by less than" not in alone
+
+
+def test_large_runners_up_are_not_simulated_once_more(monkeypatch):
+    """Their seconds are known, and their causes would not be told."""
+    profile = Profile(tuple(Layer(f"L{at}", 2.0, 2.0, 2.0, parameter_bytes=1.0) for at in range(2)))
+    cluster = Cluster.uniform((Level("link", 2, 64.0),))
+    found = plan(profile, cluster, batch=4096, microbatch=1)
+    others = {runner.method: runner.seconds for runner in found.outcome.runners if runner.plan != found.plan}
+    monkeypatch.setattr("penstock.app.plan_why.predict", lambda *given: pytest.fail("simulated"))
+    told = as_json(found)["runners_up"]
+    assert len(told) > 1
+    for one in told:
+        assert one["step_seconds"] == others[one["schedule"]]
+        assert one["more"] == pytest.approx(one["step_seconds"] / found.step_seconds - 1)
+
+
+def test_replicas_are_said_not_to_be_trained_yet(tmp_path):
+    """Two layers of the same work, hardly anything to reduce: replicas have no bubble."""
+    layers = tuple(Layer(f"L{at}", 2.0, 2.0, 2.0, parameter_bytes=1.0) for at in range(2))
+    (tmp_path / "p.json").write_text(json.dumps(Profile(layers, samples=2).to_json()))
+    (tmp_path / "c.toml").write_text("devices = 2\n[inside]\nbandwidth = 64.0\n")
+    files = tmp_path / "p.json", tmp_path / "c.toml"
+    why = "cannot be trained yet: a stage has 2 replicas, and training knows one so far; search with --replicas 1"
+    assert why in plan_command(*files, schedules="1f1b")
+    assert not json.loads(plan_command(*files, schedules="1f1b", json_wanted=True))["trainable"]
+    assert "cannot be trained yet" not in plan_command(*files, replicas=1)
+    told = json.loads(plan_command(*files, replicas=1, json_wanted=True))
+    assert told["trainable"]
+    assert [stage["replicas"] for stage in told["stages"]] == [1, 1]
 
 
 @pytest.mark.parametrize("method", PLANNERS)

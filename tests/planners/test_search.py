@@ -18,6 +18,7 @@ from penstock.app.score import Scorer
 from penstock.core.plan import Plan, StagePlan
 from penstock.core.profile import PerStage
 from penstock.planners.outcome import Outcome
+from penstock.planners.search import labels
 from penstock.planners.search.bound import lower_bound
 from penstock.planners.search.find import search
 from penstock.planners.search.space import METHODS, all_multiples, chosen_methods, multiples, orders
@@ -88,6 +89,9 @@ def test_nothing_is_below_the_bound(seed):
     options = (("policy", "pb"),) if name == "dapple" else ()
     one = straight(profile, (0, *cut, layers), replicas, name, m, options)
     bound = lower_bound(profile, cluster, chosen_methods(name), m)
+    capped = lower_bound(profile, cluster, chosen_methods(name), m, max(replicas))
+    assert capped >= bound * (1 - 1e-9)
+    bound = max(bound, capped)
     assert seconds_of(one, profile, cluster) >= bound * (1 - 1e-9)
 
 
@@ -158,6 +162,46 @@ def test_exact_is_said_where_no_order_of_devices_is_faster():
         assert not plan(layered(3, 1.0, 1.0), Cluster(devices, (Level("link", 3, 1e9),)), batch=4).outcome.exact
     two_hosts = Cluster.uniform((Level("inside", 2, 1e9), Level("between", 2, 1e8)))
     assert not plan(layered(2, 1.0, 1.0), two_hosts, batch=2, schedules="1f1b").outcome.exact
+
+
+def even_pair():
+    """Two equal layers on two devices, hardly anything sent, 1,000 micro-batches: only the bubble of 1/1000 differs."""
+    return Profile(layered(2).layers, samples=1), host(float("inf"), 2), {"batch": 1000, "microbatch": 1}
+
+
+def test_what_is_trained_is_not_changed_for_next_to_nothing():
+    profile, cluster, ask = even_pair()
+    fastest = plan(profile, cluster, margin=0, **ask)
+    assert METHODS[[m.schedule for m in METHODS].index(fastest.plan.schedule)].flush is False
+    found = plan(profile, cluster, **ask)
+    assert found.plan.schedule == "1f1b"
+    assert 1 < found.step_seconds / fastest.step_seconds < 1.01
+    assert found.outcome.gap == pytest.approx(found.step_seconds / fastest.step_seconds - 1)
+    assert found.outcome.runners[0].method == fastest.plan.schedule
+
+
+def test_of_synchronous_schedules_the_simpler_one_is_taken_unless_it_loses():
+    profile, cluster, ask = even_pair()
+    assert plan(profile, cluster, schedules="synchronous", **ask).plan.schedule == "1f1b"
+    assert plan(profile, cluster, schedules="zb-h1,gpipe", **ask).plan.schedule == "gpipe"
+    few = ask | {"batch": 4}  # the bubble counts
+    assert plan(profile, cluster, schedules="synchronous", **few).plan.schedule != "1f1b"
+    assert plan(profile, cluster, **few).plan.schedule == "2bw"
+
+
+def test_the_margin_is_of_what_every_replica_takes():
+    """The one that is taken is simulated with all its replicas too, not the fastest alone."""
+    cluster, sure = Cluster.uniform((Level("inside", 8, 300e9),), Device("d", 80e9)), []
+    judge, whole = Scorer(cluster), Scorer(cluster, folding=False)
+
+    def confirm(plan, profile):
+        sure.append(plan)
+        return whole(plan, profile)
+
+    found = search(layered(6, 1e8, 1e6), cluster, microbatches=256, evaluate=judge, confirm=confirm)
+    assert found.plan in sure
+    assert found.runners[0].plan in sure
+    assert found.plan.schedule == "1f1b"
 
 
 def test_exact_has_every_size_of_micro_batch():
@@ -259,6 +303,41 @@ def test_a_time_limit_is_kept_but_for_the_plan_that_there_must_be():
     assert hasty.simulated < 5
 
 
+def test_when_time_is_up_no_long_pass_goes_on(monkeypatch):
+    """One depth of the first programme is enough, and nothing is simulated with all its replicas."""
+    depths, sure, fill = [], [], labels._fill
+    monkeypatch.setattr(labels, "_fill", lambda *given: (depths.append(given), fill(*given)))
+    cluster = Cluster.uniform((Level("inside", 8, 300e9), Level("between", 4, 25e9)), Device("d", 80e9))
+    ask = {"microbatches": 64, "evaluate": Scorer(cluster), "confirm": lambda *given: sure.append(given)}
+    assert search(layered(48, kept=4e8, weights=3e8), cluster, seconds=0.0, **ask).stopped
+    assert len(depths) == 1
+    assert not sure
+
+
+def test_a_plan_is_found_though_what_was_found_in_a_hurry_does_not_fit():
+    """A judge that has no room for less than three stages, as the programmes do not know."""
+    cluster = host(80e9, 32)
+    judge = Scorer(cluster)
+
+    def evaluate(plan, profile):
+        return judge(plan, profile)._replace(short=float(plan.ranks < 3))
+
+    found = search(layered(24), cluster, microbatches=8, evaluate=evaluate, seconds=0.0)
+    assert found.stopped
+    assert found.plan.ranks >= 3
+
+
+def test_half_of_the_time_is_for_the_simulator(monkeypatch):
+    """Where a depth of a programme takes a second: what has been found by then is looked at, not one plan alone."""
+    depths, fill = [], labels._fill
+    monkeypatch.setattr(labels, "_fill", lambda *given: (depths.append(1), fill(*given)))
+    monkeypatch.setattr("penstock.planners.search.find.monotonic", lambda: len(depths))
+    cluster = Cluster.uniform((Level("inside", 8, 300e9), Level("between", 4, 25e9)), Device("d", 80e9))
+    found = search(layered(24, 4e8, 3e8), cluster, microbatches=64, evaluate=Scorer(cluster), seconds=40)
+    assert found.stopped
+    assert len(found.runners) > 3
+
+
 def test_batches_of_millions_are_not_cut_finer_than_a_schedule_needs():
     assert max(10**6 // times for times in all_multiples(10**6, fixed=False)) <= 4096
     assert all_multiples(10**6 + 3, fixed=False) == [10**6 + 3]  # a prime
@@ -285,6 +364,10 @@ def test_gpipe_wins_where_every_message_takes_long():
         ({"schedules": 5}, "schedules as names"),
         ({"schedules": [5]}, "schedules that search knows"),
         ({"seconds": "x"}, "seconds to be 0 or more"),
+        ({"margin": -0.1}, "margin to be a share of 0 or more"),
+        ({"margin": float("nan")}, "margin to be a share of 0 or more"),
+        ({"replicas": 0}, "replicas to be a whole number of at least 1"),
+        ({"replicas": "1"}, "replicas to be a whole number of at least 1"),
         ({"recompute": "x"}, "recompute to be True or False"),
         ({"fixed": 1}, "fixed to be True or False"),
     ],
@@ -328,6 +411,48 @@ def test_advice_is_true_for_the_schedules_that_were_allowed(schedules):
         assert not plan(profile, host(size, devices=devices), **ask).over
 
 
+@pytest.mark.parametrize(("memory", "cap"), [(3.3e9, 1), (4.5e9, 2), (1e12, None)])
+def test_where_memory_decides_fewer_micro_batches_are_kept_in_flight(memory, cap):
+    """Two layers of 1 GB a stage and micro-batch: 1f1b's first stage would keep four of them."""
+    found = plan(layered(8, weights=1e8), host(memory), batch=8, recompute=False, replicas=1, schedules="synchronous")
+    assert dict(found.plan.options).get("cap") == cap
+    assert not found.over
+    named = {runner.method for runner in found.outcome.runners}
+    assert any(name.startswith("dapple cap") for name in named) == (cap is not None)
+
+
+def test_search_plans_wherever_dapple_does():
+    """Its planner caps what is in flight as memory demands: tight devices of every size, nothing recomputed."""
+    planned = 0
+    for seed in (*range(24), 92, 100):
+        random = Random(seed)
+        layers, devices = random.randint(3, 10), random.randint(2, 5)
+        profile = random_profile(random, layers)
+        needed = sum(2 * x.parameter_bytes + x.optimizer_bytes + x.kept_bytes for x in profile.layers)
+        cluster = host(needed * random.choice((0.25, 0.35, 0.5, 0.7, 0.9)), devices)
+        cluster = replace(cluster, levels=(Level("link", devices, 20.0),))
+        try:
+            other = plan(profile, cluster, method="dapple", batch=12)
+        except InputError:
+            continue
+        found = plan(profile, cluster, batch=12, schedules="synchronous", recompute=False, whole_rows=False, margin=0,
+                     fixed=True)  # fmt: skip
+        assert not found.over
+        assert other.over or found.step_seconds <= other.step_seconds * (1 + 1e-9)
+        planned += 1
+    assert planned > 10
+
+
+@pytest.mark.parametrize("schedules", ["any", "dapple", "1f1b"])
+def test_what_is_short_counts_with_few_micro_batches_in_flight_where_they_may_be(schedules):
+    """Two devices, two layers of 1 GB a micro-batch: 1f1b keeps two, dapple one if it must."""
+    profile, ask = layered(2, weights=1e8), {"batch": 8, "recompute": False, "schedules": schedules, "fixed": True}
+    least = 1.2e9 if schedules != "1f1b" else 2.2e9
+    with pytest.raises(InputError, match=rf"{least / 1e9} GB on the fullest .* devices of {least / 1e9}0"):
+        plan(profile, host(0.99 * least, 2), **ask)
+    assert not plan(profile, host(1.001 * least, 2), **ask).over
+
+
 def test_replicas_that_split_a_micro_batch_are_the_smallest_change():
     profile = Profile((Layer("l", 1.0, 1.0, 1.0, kept_bytes=10e9, parameter_bytes=1e6),), samples=4)
     with pytest.raises(InputError, match=r"with 4 devices a stage .*devices of 2\.50\d GB"):
@@ -348,6 +473,51 @@ def test_replicas_have_whole_rows():
     free = plan(Profile(layered(1).layers, samples=2), host(1e12), batch=16, microbatch=2, schedules="1f1b",
                 whole_rows=False)  # fmt: skip
     assert free.plan.replicas == (4,)
+
+
+def test_no_stage_has_more_replicas_than_allowed():
+    """Every plan that is tried, from every source of them: enumerated, cut by labels, in chunks, and climbed to."""
+    cases = [
+        (2, host(1e12, 3), {"schedules": "1f1b"}),
+        (6, Cluster.uniform((Level("inside", 4, 300e9), Level("between", 2, 25e9)), Device("d", 80e9)), {}),
+        (12, Cluster.uniform((Level("inside", 8, 300e9), Level("between", 16, 25e9)), Device("d", 80e9)), {}),
+    ]
+    for (layers, cluster, more), most in ((case, most) for case in cases for most in (1, 2)):
+        tried, judge = [], Scorer(cluster)
+
+        def evaluate(plan, profile, tried=tried, judge=judge):
+            tried.append(max(plan.replicas))
+            return judge(plan, profile)
+
+        free = search(layered(layers, 1e8, 1e7), cluster, microbatches=16, evaluate=evaluate, whole_rows=False, **more)
+        assert max(tried) > most
+        tried.clear()
+        found = search(layered(layers, 1e8, 1e7), cluster, microbatches=16, evaluate=evaluate, whole_rows=False,
+                       replicas=most, **more)  # fmt: skip
+        assert max(tried) <= most
+        assert found.seconds >= free.seconds * (1 - 1e-9)
+        assert found.bound <= found.seconds * (1 + 1e-9)
+        assert len(found.plan.slots) > 1
+
+
+def test_without_replicas_small_instances_equal_brute_force():
+    random = Random(5)
+    profile, cluster = random_profile(random, 4), host(1e12, 3)
+    found = search(profile, cluster, microbatches=4, evaluate=Scorer(cluster), schedules="1f1b", recompute=False,
+                   fixed=True, replicas=1)  # fmt: skip
+    plans = (one for one in every_straight(profile, 3, "1f1b", 4) if max(one.replicas) == 1)
+    assert found.seconds == pytest.approx(min(seconds_of(one, profile, cluster) for one in plans), rel=1e-12)
+    assert found.exact
+
+
+def test_what_is_short_counts_the_replicas_that_are_allowed():
+    """Four devices could share 10 GB of activations in halves and quarters; two may, and then one."""
+    profile = Profile((Layer("l", 1.0, 1.0, 1.0, kept_bytes=10e9, parameter_bytes=1e6),), samples=4)
+    for most, size in ((2, 5.01e9), (1, 10.01e9)):
+        ask = {"batch": 16, "recompute": False, "replicas": most}
+        with pytest.raises(InputError, match="GB short"):
+            plan(profile, host(size - 2e7, devices=4), **ask)
+        assert not plan(profile, host(size, devices=4), **ask).over
 
 
 def test_slow_and_small_devices_get_less():

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.app.plan_fit import changes_that_fit
-from penstock.app.plan_why import less_than_a_row, proof, runners_up, traffic
+from penstock.app.plan_why import less_than_a_row, not_yet, passed_over, proof, runners_up, traffic
 from penstock.app.predict import Prediction
 
 
@@ -39,10 +39,12 @@ def as_json(found: Prediction) -> dict[str, Any]:
         ],
         "fits": not found.over,
         "whole_rows": less_than_a_row(found) is None,
+        "trainable": not_yet(found) is None,
         "would_fit": [asdict(change) for change in changes_that_fit(found)],
         "bottleneck": [{"share": share, "what": what} for share, what in found.busy[:3]],
         "traffic": [asdict(moved) for moved in traffic(found)],
         "proof": proof(found),
+        "passed_over": passed_over(found),
         "runners_up": [
             {"schedule": loss.name, "step_seconds": loss.step_seconds, "more": loss.more, "causes": dict(loss.causes)}
             for loss in runners_up(found)

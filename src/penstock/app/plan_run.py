@@ -83,11 +83,20 @@ def _require_options(options: dict[str, Any]) -> None:
 
 
 def plan_all(profile: Profile, cluster: Cluster, **given: Any) -> list[Prediction | InputError]:
-    """The same by every method, in the order of the table; a refusal takes the place of a plan."""
+    """The same by every method, in the order of the table; a refusal takes the place of a plan.
+
+    An option goes to the methods that have it.
+    """
+    own = {name for planner in PLANNERS.values() for name in planner.options}
+    unknown = sorted(set(given) - own - {"batch", "microbatch"})
+    if unknown:
+        expected = f"batch, microbatch, or options that some method has ({', '.join(sorted(own))})"
+        raise InputError(expected, ", ".join(unknown), "leave the others out")
     found: list[Prediction | InputError] = []
-    for name in PLANNERS:
+    for name, planner in PLANNERS.items():
+        mine = {word: value for word, value in given.items() if word not in own or word in planner.options}
         try:
-            found.append(plan(profile, cluster, method=name, **given))
+            found.append(plan(profile, cluster, method=name, **mine))
         except InputError as error:
             found.append(error)
     return found
@@ -111,9 +120,7 @@ def plan_command(
     if method != "all":
         found = plan(given, machines, method=method, batch=batch, microbatch=microbatch, **asked)
         return json.dumps(as_json(found), indent=2, allow_nan=False) if json_wanted else as_text(found)
-    if asked:
-        raise InputError("options for one method alone", ", ".join(asked), "name the method, or leave them out")
-    every = dict(zip(PLANNERS, plan_all(given, machines, batch=batch, microbatch=microbatch), strict=True))
+    every = dict(zip(PLANNERS, plan_all(given, machines, batch=batch, microbatch=microbatch, **asked), strict=True))
     if json_wanted:
         return json.dumps(
             [{"method": name, "refused": str(one)} if isinstance(one, InputError) else as_json(one)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.app.plan_fit import changes_that_fit
-from penstock.app.plan_why import less_than_a_row, proof, runners_up, slower, traffic
+from penstock.app.plan_why import less_than_a_row, not_yet, passed_over, proof, runners_up, slower, traffic
 from penstock.app.predict import Prediction
 from penstock.errors import InputError
 
@@ -30,12 +30,18 @@ def _reasons(found: Prediction) -> list[str]:
     told = proof(found)
     if told is not None:
         lines.append(f"  {told}")
+    near = passed_over(found)
+    if near is not None:
+        lines.append(f"  {near}")
     losses = runners_up(found)
     if losses:
-        lines.append(f"  runners-up lose: {'; '.join(map(str, losses))}")
+        lines.append(f"  runners-up take: {'; '.join(map(str, losses))}")
     split = less_than_a_row(found)
     if split is not None:
         lines.append(f"  cannot be run: {split}")
+    later = not_yet(found)
+    if later is not None:
+        lines.append(f"  cannot be trained yet: {later}")
     for device, missing in sorted(found.over.items(), key=lambda item: -item[1])[:1]:
         lines.append(
             f"  does not fit: device {device} is {missing / 1e9:.3g} GB short, {len(found.over)} device(s) in all"

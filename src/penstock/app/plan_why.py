@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.app.predict import Prediction, predict
 from penstock.core.plan import Plan
 from penstock.planners.outcome import Outcome
-from penstock.planners.search.find import Searched
+from penstock.planners.search.find import Runner, Searched
 from penstock.simulator.breakdown import breakdown
 
 MOST = 6  # runners-up that are looked into
@@ -40,6 +40,10 @@ class Moved:
     seconds: float  # that the busiest link is taken
 
 
+def is_large(plan: Plan) -> bool:
+    return len(plan.slots) * plan.microbatches > LARGE
+
+
 def causes(found: Prediction) -> dict[str, float]:
     """Seconds of one step by cause."""
     line = found.timeline
@@ -53,7 +57,7 @@ def slower(best: Prediction, other: Prediction, name: str) -> Loss:
     scale = best.rows / other.rows
     step = other.step_seconds * scale
     parts: list[tuple[str, float]] = []
-    if len(other.plan.slots) * other.plan.microbatches <= LARGE:
+    if not is_large(other.plan):
         ours, theirs = causes(best), causes(other)
         shares = {cause: (theirs[cause] * scale - ours[cause]) / best.step_seconds for cause in ours}
         parts = sorted(shares.items(), key=lambda item: -abs(item[1]))[:2]
@@ -66,12 +70,14 @@ def runners_up(found: Prediction) -> list[Loss]:
     if not isinstance(outcome, Searched):
         return []
     others = [runner for runner in outcome.runners if runner.plan != found.plan][:MOST]
-    return [
-        slower(
-            found, predict(Outcome("search", runner.plan, runner.profile, runner.seconds), found.cluster), runner.method
-        )
-        for runner in others
-    ]
+    return [_runner_up(found, outcome, runner) for runner in others]
+
+
+def _runner_up(found: Prediction, outcome: Searched, runner: Runner) -> Loss:
+    if is_large(runner.plan):  # its seconds are known, and more would not be told
+        return Loss(runner.method, runner.plan, runner.seconds, runner.seconds / outcome.seconds - 1, ())
+    other = predict(Outcome("search", runner.plan, runner.profile, runner.seconds), found.cluster)
+    return slower(found, other, runner.method)
 
 
 def proof(found: Prediction) -> str | None:
@@ -80,9 +86,25 @@ def proof(found: Prediction) -> str | None:
     if not isinstance(outcome, Searched):
         return None
     if outcome.exact:
-        return f"all {outcome.simulated} plans of the schedules that were searched were simulated: none is faster"
+        faster = f"more than {outcome.gap:.1%} faster" if passed_over(found) else "faster"
+        return f"all {outcome.simulated} plans of the schedules that were searched were simulated: none is {faster}"
     early = ", stopped by the time limit" if outcome.stopped else ""
     return f"no plan can be more than {outcome.gap:.1%} faster ({outcome.simulated} plans simulated{early})"
+
+
+def passed_over(found: Prediction) -> str | None:
+    """Which schedules would have been a little faster, and why they were not taken."""
+    outcome = found.outcome
+    if not isinstance(outcome, Searched):
+        return None
+    gains = [(runner.method, outcome.seconds / runner.seconds - 1) for runner in outcome.runners if runner.seconds]
+    near = [f"{name} {gain:.2%}" for name, gain in gains if gain > 1e-9]
+    if not near:
+        return None
+    return (
+        f"faster, but by less than {outcome.margin:.0%}: {', '.join(near)}; "
+        "for so little a synchronous schedule is not given up, nor a simpler one"
+    )
 
 
 def less_than_a_row(found: Prediction) -> str | None:
@@ -91,6 +113,14 @@ def less_than_a_row(found: Prediction) -> str | None:
     if most <= rows or found.timeline.schedule.shape.turns:
         return None
     return f"{most} replicas share micro-batches of {rows} row(s), less than a row each; use larger ones (--microbatch)"
+
+
+def not_yet(found: Prediction) -> str | None:
+    """Why no batch can be trained so with what training knows so far."""
+    most = max(found.plan.replicas)
+    if most == 1:
+        return None
+    return f"a stage has {most} replicas, and training knows one so far; search with --replicas 1 plans so"
 
 
 def traffic(found: Prediction) -> list[Moved]:

@@ -34,13 +34,12 @@ class Planned:
 
     def __post_init__(self) -> None:
         most, widest = max(self.plan.replicas), max(map(len, self.plan.slots))
-        for what, count in (("replica", most), ("device in each tensor group", widest)):
-            if count > 1:
-                raise InputError(
-                    f"a plan with one {what}, which is all that can be run so far",
-                    count,
-                    "plan again with fewer devices, or by balance, which gives each stage one",
-                )
+        expected = "a plan with one {}, which is all that can be run so far"
+        if most > 1:
+            do = "plan again by `penstock plan --replicas 1`, or with replicas=1 in penstock.plan()"
+            raise InputError(expected.format("replica a stage"), most, do)
+        if widest > 1:
+            raise InputError(expected.format("device in each tensor group"), widest, "plan again by penstock plan")
 
     def options(self, given: dict[str, Any]) -> dict[str, Any]:
         """The schedule's options, and the remedies that are given beside the plan."""

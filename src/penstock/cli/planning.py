@@ -28,6 +28,9 @@ def plan_command(
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="search: stop after that long with the best so far.")] = None,
     seed: Annotated[int | None, typer.Option(help="search: of its random choices.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="search: devices that may share a stage; training knows 1 so far.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a pipeline for a profile and a cluster, predict its step, and say why.
@@ -38,4 +41,5 @@ def plan_command(
 
     sizes: dict[str, Any] = {"batch": batch, "microbatch": microbatch, "samples": samples, "hosts": hosts}
     own: dict[str, Any] = {"stages": stages, "schedules": schedules, "seconds": seconds, "seed": seed}
+    own["replicas"] = replicas
     typer.echo(run(profile, cluster, method, **sizes, **own, json_wanted=as_json))

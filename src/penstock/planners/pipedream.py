@@ -55,7 +55,7 @@ def pipedream(
     table = top.table(0, 1)
     best = float(table[0][end, -1])
     if best == inf:
-        rule = Rule(versions=0, replicas=False)  # replicas take whole mini-batches in turns
+        rule = Rule(versions=0, replicas=1)  # replicas take whole mini-batches in turns
         raise shortage(profile, cluster, partial(least_need, rule), partial(least_need, replace(rule, recompute=True)))
     stages = _unfold(top, table, end, 1)
     ordered, bounds = ideals.arrange([0, *(stage.after for stage in stages)])

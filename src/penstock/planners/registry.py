@@ -39,7 +39,7 @@ PLANNERS = {
             search,
             "every choice together, scored by the simulator of the schedule that will run",
             scored=True,
-            options=("schedules", "seconds", "seed", "recompute", "whole_rows", "fixed"),
+            options=("schedules", "seconds", "seed", "recompute", "whole_rows", "fixed", "replicas", "margin"),
         ),
         Planner("balance", balance, "the smallest largest stage, one device each", options=("stages", "schedule")),
         Planner("gpipe", gpipe, "the least variance of the stages", options=("stages", "schedule")),

@@ -39,7 +39,8 @@ class Rule:
     base: int = 1
     recompute: bool = False
     deepest: int | None = None  # stages at most
-    replicas: bool = True  # whether replicas may split a micro-batch
+    replicas: int | None = None  # that may split a micro-batch, at most
+    cap: int | None = None  # of micro-batches whose activations are kept, at most
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class _Stage:
 def least_need(rule: Rule, profile: Profile, devices: int) -> Need:
     """Over all cuts into stages of equally many devices each, activations recomputed where that is allowed."""
     best, wide = _Stage(inf, 0, 0, 0.0), 1
-    for each in range(1, (min(devices, profile.samples) if rule.replicas else 1) + 1):
+    for each in range(1, min(devices, profile.samples, rule.replicas or devices) + 1):
         found = _least(rule, Chain.of(scaled_down(profile, each)), devices // each)
         if found.bytes < best.bytes:
             best, wide = found, each
@@ -94,7 +95,7 @@ def _least(rule: Rule, chain: Chain, devices: int) -> _Stage:
 
 
 def _stage(rule: Rule, chain: Chain, i: int, j: int, depth: int) -> _Stage:
-    flying = rule.slope * depth + rule.base
+    flying = min(rule.slope * depth + rule.base, rule.cap or inf)
     more = (rule.versions or flying) - 1
     standing = float(chain.standing[j] - chain.standing[i] + more * (chain.parameters[j] - chain.parameters[i]))
     kept, came = float(chain.kept[j] - chain.kept[i]), float(chain.cut[i])

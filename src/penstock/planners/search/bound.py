@@ -25,23 +25,27 @@ from penstock.planners.chain import Chain
 from penstock.planners.search.places import replica_counts
 from penstock.planners.search.space import Method
 
-MOST_EXACT = 64  # devices up to which every replica count is looked at
+MOST_EXACT = 64  # replicas up to which every count is looked at
 
 
-def lower_bound(profile: Profile, cluster: Cluster, methods: tuple[Method, ...], steps: int) -> float:
-    """Seconds that a batch of so many micro-batches of the profile takes at least, by any of these methods."""
+def lower_bound(
+    profile: Profile, cluster: Cluster, methods: tuple[Method, ...], steps: int, replicas: int | None = None
+) -> float:
+    """Seconds that a batch of so many micro-batches of the profile takes at least, by any of these methods, with so
+    many replicas a stage at most."""
     speed = max(device.speed for device in cluster.devices)
     chain = Chain.of(profile, speed)
     both = _sums([min(layer.backward, layer.input_grad + layer.weight_grad) / speed for layer in profile.layers])
     back = _sums([min(layer.backward, layer.input_grad) / speed for layer in profile.layers])
     chain = replace(chain, backward=both)
     work = steps * float(chain.forward[-1] + chain.backward[-1])
-    mean = work * speed / sum(device.speed for device in cluster.devices)
+    most = len(cluster.devices) if replicas is None else min(len(cluster.devices), replicas)
+    mean = work * speed / sum(sorted((device.speed for device in cluster.devices), reverse=True)[: most * chain.layers])
     if any(method.chunks > 1 for method in methods):
         return mean
     quickest = _links(profile, cluster)
     kinds = {method.flush for method in methods}
-    return max(mean, min(_straight(chain, back, cluster, flush, steps, quickest) for flush in kinds))
+    return max(mean, min(_straight(chain, back, cluster, flush, steps, quickest, most) for flush in kinds))
 
 
 def _sums(values: list[float]) -> FloatArray:
@@ -55,9 +59,11 @@ def _links(profile: Profile, cluster: Cluster) -> float:
     return 1.0 / max(rates) if rates and in_a_row else 0.0
 
 
-def _straight(chain: Chain, back: FloatArray, cluster: Cluster, flush: bool, steps: int, quickest: float) -> float:
-    devices = len(cluster.devices)
-    least, most = _ranges(devices)
+def _straight(
+    chain: Chain, back: FloatArray, cluster: Cluster, flush: bool, steps: int, quickest: float, replicas: int
+) -> float:
+    devices = min(len(cluster.devices), replicas * chain.layers)
+    least, most = _ranges(replicas)
     reduce = np.array([_cheapest_reduction(cluster, int(a), int(b)) for a, b in zip(least, most, strict=True)])
     values = []
     for late in (False, True) if flush else (False,):
@@ -71,13 +77,13 @@ def _straight(chain: Chain, back: FloatArray, cluster: Cluster, flush: bool, ste
     return max(values)
 
 
-def _ranges(devices: int) -> tuple[LongArray, LongArray]:
+def _ranges(replicas: int) -> tuple[LongArray, LongArray]:
     """Replica counts as ranges: one that lies between two that are looked at costs the devices of the lower and has
     the speed of the upper."""
-    if devices <= MOST_EXACT:
-        every = np.arange(1, devices + 1)
+    if replicas <= MOST_EXACT:
+        every = np.arange(1, replicas + 1)
         return every, every
-    upper = replica_counts(devices)
+    upper = replica_counts(replicas)
     return np.concatenate(([1], upper[:-1] + 1)), upper
 
 

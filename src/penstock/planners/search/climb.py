@@ -27,7 +27,7 @@ def climb(field: Field, start: Candidate, score: Score, best: float, enough: Cal
 
 
 def neighbours(field: Field, c: Candidate) -> Iterator[Candidate]:
-    for other in (*_shifted(c), *_methods(field, c), *_moved(c), *_modes(field, c), *_merged(c)):
+    for other in (*_shifted(c), *_methods(field, c), *_moved(c), *_modes(field, c), *_merged(field, c)):
         if field.admits(other):
             yield other
 
@@ -73,14 +73,16 @@ def _modes(field: Field, c: Candidate) -> Iterator[Candidate]:
                 yield replace(c, modes=(*c.modes[:at], other, *c.modes[at + 1 :]))
 
 
-def _merged(c: Candidate) -> Iterator[Candidate]:
-    """Two neighbours as one stage."""
+def _merged(field: Field, c: Candidate) -> Iterator[Candidate]:
+    """Two neighbours as one stage, on as many of their devices as it may have."""
     if c.method.chunks > 1:
         return
     for at, (a, b) in enumerate(pairwise(c.replicas)):
+        both = min(a + b, field.replicas or a + b)
         yield replace(
             c,
+            skip=c.skip + a + b - both,
             bounds=(*c.bounds[: at + 1], *c.bounds[at + 2 :]),
-            replicas=(*c.replicas[:at], a + b, *c.replicas[at + 2 :]),
+            replicas=(*c.replicas[:at], both, *c.replicas[at + 2 :]),
             modes=(*c.modes[:at], max(c.modes[at], c.modes[at + 1]), *c.modes[at + 2 :]),
         )

@@ -3,15 +3,17 @@
 Steps: (1) a bound that no plan can beat; (2) where there are few plans, all of them are simulated; else (3) for every
 size of micro-batch and order of devices, the best cut for every depth by dynamic programming; (4) those are simulated,
 the most promising first, until the next is thought to be clearly worse than the best; (5) small changes to the best few
-that the simulator likes. A planner that wants the simulator is handed a function: `evaluate(plan, profile)`.
+that the simulator likes. Where memory decides, (3) and (4) come once more for schedules that keep fewer micro-batches
+in flight than would be fastest. Of the best plans of all schedules that are about as fast, the one is taken that
+changes training least. A planner that wants the simulator is handed a function: `evaluate(plan, profile)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from math import comb, inf
 from random import Random
 from time import monotonic
@@ -28,7 +30,15 @@ from penstock.planners.search.bound import lower_bound
 from penstock.planners.search.candidate import Candidate
 from penstock.planners.search.climb import climb
 from penstock.planners.search.lift import Field, Guess, chunked, every_plan, labelled
-from penstock.planners.search.space import Method, all_multiples, chosen_methods, multiples, no_order_matters, orders
+from penstock.planners.search.space import (
+    METHODS,
+    Method,
+    all_multiples,
+    chosen_methods,
+    multiples,
+    no_order_matters,
+    orders,
+)
 from penstock.planners.short import Need, Rule, least_need, shortage
 
 MOST_MICROBATCHES = 10**7
@@ -39,6 +49,7 @@ HOPELESS = 1.5  # a method whose guesses are all this much above the best plan: 
 GLANCES = 4  # its guesses that are simulated, to tell what it loses
 CHANGES = 640  # plans simulated while climbing, at most
 STARTS = 2
+MARGIN = 0.01  # a gain, as a share, that is worth another schedule
 
 
 class Scored(NamedTuple):
@@ -63,29 +74,36 @@ class Runner:
 
 @dataclass(frozen=True)
 class Searched(Outcome):
-    """An outcome with its proof: no plan takes less than `bound` seconds; and the best plan of every other schedule."""
+    """An outcome with its proof: no plan takes less than `bound` seconds; and the best plan of every schedule.
+
+    The fastest comes first; one that is faster by less than the share `margin` may have been passed over.
+    """
 
     bound: float = 0.0
     runners: tuple[Runner, ...] = ()
     simulated: int = 0
     exact: bool = False  # every plan was simulated
     stopped: bool = False  # by the time limit
+    margin: float = 0.0
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound it takes, as a share; 0 where every plan was simulated."""
-        return 0.0 if self.exact or not self.bound else self.seconds / self.bound - 1
+        """How much longer than the bound it takes, as a share; where every plan was simulated, than the fastest."""
+        least = self.runners[0].seconds if self.exact else self.bound
+        return self.seconds / least - 1 if least else 0.0
 
 
 @dataclass(eq=False)
 class _Search:
     space: Field
     evaluate: Evaluate
-    until: float
+    begun: float
+    limit: float  # seconds
     known: dict[Candidate, Scored] = field(default_factory=dict)
     best: Candidate | None = None
     seconds: float = inf
     left: int = CHANGES
+    margin: float = 0.0
 
     def score(self, candidate: Candidate) -> float:
         """Seconds of a batch; infinite where it does not fit."""
@@ -99,8 +117,9 @@ class _Search:
             self.best, self.seconds = candidate, found.seconds
         return found.seconds
 
-    def late(self) -> bool:
-        return monotonic() > self.until
+    def late(self, share: float = 1.0) -> bool:
+        """Whether the time is up, or a share of it."""
+        return monotonic() > self.begun + share * self.limit
 
     def every(self, sizes: list[int]) -> bool:
         """Simulate all plans; whether that was all there is to try, as where no device is short of memory."""
@@ -135,25 +154,44 @@ class _Search:
             climb(self.space, start, self.score, self.known[start].seconds, lambda: self.late() or self.left <= 0)
 
     def confirm(self, whole: Evaluate) -> None:
-        """The best again with every replica in the simulation, until the best there is has been confirmed."""
+        """The best and the one to take again with every replica in the simulation, until both have been confirmed.
+
+        When time is nearly up they are taken as they are: where many devices share a stage, this takes seconds.
+        """
         sure: set[Candidate] = set()
-        while (best := min(self.fitting(), key=lambda c: self.known[c].seconds, default=None)) and best not in sure:
-            self.known[best] = whole(best.plan(), self.space.sized(best.times))
-            sure.add(best)
-        self.best, self.seconds = best, self.known[best].seconds if best else inf
+        while (
+            not self.late(0.75) and (ranked := self.ranked()) and (doubtful := {ranked[0], self.taken(ranked)} - sure)
+        ):
+            for one in doubtful:
+                self.known[one] = whole(one.plan(), self.space.sized(one.times))
+            sure |= doubtful
 
     def fitting(self) -> list[Candidate]:
         return [candidate for candidate, found in self.known.items() if found.short <= 0]
 
-    def runners(self) -> tuple[Runner, ...]:
-        """The best of every method, the winner's first."""
-        by_method: dict[str, Candidate] = {}
+    def tight(self) -> bool:
+        """Whether memory decides: nothing fits, or only with less kept or, where all must be kept, not all plans do."""
+        if self.best is None or any(self.best.modes):
+            return True
+        return not self.space.again and any(found.short > 0 for found in self.known.values())
+
+    def ranked(self) -> list[Candidate]:
+        """The best of every method, the fastest first."""
+        by_method: dict[Method, Candidate] = {}
         for candidate in self.fitting():
-            name = candidate.method.name
-            if name not in by_method or self.known[candidate].seconds < self.known[by_method[name]].seconds:
-                by_method[name] = candidate
-        ranked = sorted(by_method.items(), key=lambda item: self.known[item[1]].seconds)
-        return tuple(Runner(name, self.known[c].seconds, c.plan(), self.space.sized(c.times)) for name, c in ranked)
+            known = by_method.setdefault(candidate.method, candidate)
+            if self.known[candidate].seconds < self.known[known].seconds:
+                by_method[candidate.method] = candidate
+        return sorted(by_method.values(), key=lambda c: self.known[c].seconds)
+
+    def taken(self, ranked: list[Candidate]) -> Candidate:
+        """Of those that are about as fast as the first one with a flush if there is any, of the simplest schedule."""
+        most = self.known[ranked[0]].seconds * (1 + self.margin)
+        near = [c for c in ranked if self.known[c].seconds <= most]
+        return min(near, key=lambda c: METHODS.index(c.method))
+
+    def runner(self, c: Candidate) -> Runner:
+        return Runner(c.method.name, self.known[c].seconds, c.plan(), self.space.sized(c.times))
 
 
 def search(
@@ -169,52 +207,81 @@ def search(
     recompute: bool = True,
     whole_rows: bool = True,
     fixed: bool = False,
+    replicas: int | None = None,
+    margin: float = MARGIN,
 ) -> Outcome:
     """Minimise the seconds of a batch of so many micro-batches of the profile's size.
 
     `evaluate` may take all replicas of a rank for one, `confirm` does not. `seconds` limits the search; `fixed` keeps
-    micro-batches at the profile's size; `whole_rows=False` lets replicas split a row, as planners do that know no rows.
+    micro-batches at the profile's size; `whole_rows=False` lets replicas split a row, as planners do that know no rows;
+    `replicas` is the most that a stage may have. Between the best plans of all schedules `margin` decides: a gain below
+    that share is not worth an asynchronous schedule, nor one that is less simple.
     """
     whole("microbatches", microbatches)
     if microbatches > MOST_MICROBATCHES:
         expected = f"a batch of at most {MOST_MICROBATCHES:,} micro-batches of the profile's size"
         raise InputError(expected, f"{microbatches:,}", "profile larger micro-batches")
     whole("seed", seed, 0)
+    if replicas is not None:
+        whole("replicas", replicas)
     for name, value in (("recompute", recompute), ("whole_rows", whole_rows), ("fixed", fixed)):
         truth(name, value)
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
         raise InputError("seconds to be 0 or more", seconds, "give the search some time, or no limit")
-    space = Field(profile, cluster, chosen_methods(schedules), microbatches, recompute, whole_rows)
+    if not (isinstance(margin, (int, float)) and 0 <= margin < inf):
+        raise InputError("margin to be a share of 0 or more", margin, "0.01 takes a simpler schedule that loses 1%")
+    space = Field(profile, cluster, chosen_methods(schedules), microbatches, recompute, whole_rows, replicas)
     sizes = all_multiples(microbatches, fixed)
-    few = _count(space, sizes) <= FEW
+    capped = tuple(method for method in space.methods if method.cap)
+    free = replace(space, methods=tuple(method for method in space.methods if not method.cap) or capped)
+    few = _count(free, sizes) <= FEW
     sizes = sizes if few else multiples(microbatches, fixed)
-    run = _Search(space, evaluate, monotonic() + (inf if seconds is None else seconds))
-    bound = min(lower_bound(space.sized(k), cluster, space.methods, microbatches // k) for k in sizes)
-    exact = few and run.every(sizes)
+    run = _Search(free, evaluate, monotonic(), inf if seconds is None else seconds, margin=margin)
+    bound = min(lower_bound(space.sized(k), cluster, space.methods, microbatches // k, replicas) for k in sizes)
+    exact = _try_all(run, sizes, few)
+    if capped and run.tight() and (run.best is None or not run.late()):
+        run.space = replace(space, methods=capped)
+        exact = _try_all(run, sizes, few) and exact
+        run.space = space
     if not exact:
-        expect_many_calls()
-        _explore(run, sizes)
         run.improve(Random(seed))
     if confirm is not None:
         run.confirm(confirm)
-    if run.best is None:
+    ranked = run.ranked()
+    if not ranked:
         raise shortage(space.sized(min(sizes)), cluster, partial(_need, space))
-    best = run.best
+    best, *others = map(run.runner, [run.taken(ranked), *ranked])
     return Searched(
-        "search", best.plan(), space.sized(best.times), run.seconds, bound, run.runners(), len(run.known),
-        exact, run.late(),
-    )  # fmt: skip
+        "search", best.plan, best.profile, best.seconds, bound, tuple(others), len(run.known), exact, run.late(), margin
+    )
+
+
+def _try_all(run: _Search, sizes: list[int], few: bool) -> bool:
+    """The methods of the run's space; whether every plan there is was simulated."""
+    if few and run.every(sizes):
+        return True
+    expect_many_calls()
+    _explore(run, sizes)
+    return False
 
 
 def _explore(run: _Search, sizes: list[int]) -> None:
     """Guesses for every size and order, then the simulator; when time is up, as soon as one plan fits."""
+    for hurry in (run.late, lambda: False):
+        _guess_and_look(run, sizes, hurry)
+        if run.best is not None or not run.late():
+            return  # else a programme that was cut short may have missed what fits
+
+
+def _guess_and_look(run: _Search, sizes: list[int], hurry: Callable[[], bool]) -> None:
+    """From half of the time on every guess is looked at as soon as it is there."""
     found: list[Guess] = []
-    for order in orders(run.space.cluster):
-        for times in reversed(sizes):  # large micro-batches first: few of them are soon simulated
-            found += chain(labelled(run.space, times, order), chunked(run.space, times, order))
-            if run.late():
+    for order, times in product(orders(run.space.cluster), reversed(sizes)):  # large micro-batches are soon simulated
+        for some in chain(labelled(run.space, times, order, hurry), [chunked(run.space, times, order)]):
+            found += some
+            if run.late(0.5):
                 run.look(found)
-                if run.best is not None:
+                if run.late() and run.best is not None:
                     return
                 found = []
     run.look(found)
@@ -223,20 +290,19 @@ def _explore(run: _Search, sizes: list[int]) -> None:
 def _need(space: Field, profile: Profile, devices: int) -> Need:
     """The least of any method that has one chunk a rank, for as large a batch."""
     steps = space.microbatches * space.profile.samples // profile.samples
-    needs = [
-        least_need(_rule(method, steps, devices, space.again), profile, devices)
-        for method in space.methods
-        if method.chunks == 1
-    ]
+    single = [method for method in space.methods if method.chunks == 1]
+    least = [method for method in single if method.cap == 1]  # no other needs less
+    needs = [least_need(_rule(space, method, steps, devices), profile, devices) for method in least or single]
     return min(needs, key=lambda need: need.bytes, default=Need(0.0, "by a schedule with one chunk a rank"))
 
 
-def _rule(method: Method, steps: int, devices: int, again: bool) -> Rule:
+def _rule(space: Field, method: Method, steps: int, devices: int) -> Rule:
     """What a method keeps, or at most so much."""
     deepest = steps if method.schedule == "2bw" else None
     if method.split:  # what a stage does not hold for forwards it may hold for weight gradients that wait
-        return Rule(method.versions, 0, method.slope * (devices - 1) + 1, False, deepest)
-    return Rule(method.versions, method.slope, 1 if method.slope else steps, again, deepest, not method.turns)
+        return Rule(method.versions, 0, method.slope * (devices - 1) + 1, False, deepest, space.replicas)
+    most, base = 1 if method.turns else space.replicas, 1 if method.slope else steps
+    return Rule(method.versions, method.slope, base, space.again, deepest, most, method.cap or None)
 
 
 def _count(space: Field, sizes: list[int]) -> int:

@@ -8,11 +8,13 @@ With d stages behind it, a stage of layers i to j - 1 on r of the last n units t
 for m micro-batches: the first is the time from the stage's first forward to the end of all (the stage that computes
 most sets the pace, the ones before it fill and drain), the second the pace itself. Both grow with the rest's value, so
 the least of the rest is all that has to be known of it. A stage whose activations do not fit, as many as its depth has
-in flight, recomputes or offloads them, whichever is faster.
+in flight, recomputes or offloads them, whichever is faster. With at most k in flight, the value is at least m/k times
+the way of one micro-batch through the stage and all behind it and back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -62,12 +64,14 @@ class Labels:
         again: bool,
         whole: int | None,
         meet: bool = False,
+        hurry: Callable[[], bool] = lambda: False,
     ) -> Labels:
         """`again`: whether stages may recompute or offload; `whole`: rows that replicas must not split further; `meet`:
-        replicas in turns wait for their reduction."""
+        replicas in turns wait for their reduction; `hurry`: whether some depth that has a cut is enough."""
         layers, units = chain.layers, places.units
         depth = min(layers, units, MOST_DEPTH)
         shape = (depth, layers + 1, units + 1)
+        trip = np.zeros(shape if method.cap else (1, 1, 1))
         value = np.full(shape, np.inf)
         end, count, mode = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         most = (
@@ -81,11 +85,11 @@ class Labels:
                 *(places.counts[:most], places.unit, places.slow, places.room, places.rate, places.wait),
                 *(places.hop, places.pause, places.host),
                 *(d, steps, method.flush, method.slope, method.turns, method.versions, again, meet),
-                *(value, end, count, mode),
+                *(method.cap, trip, value, end, count, mode),
             )
             now = float(value[d, 0].min())
             best, since = (now, 0) if now < best else (best, since + np.isfinite(best))
-            if since > PATIENCE:
+            if since > PATIENCE or (np.isfinite(best) and hurry()):
                 break
         return cls(places, value, end, count, mode)
 
@@ -111,10 +115,12 @@ def _fill(
     cut: FloatArray, sent: FloatArray, counts: LongArray, unit: int, slow: FloatArray, room: FloatArray,
     rate: FloatArray, wait: FloatArray, hop: FloatArray, pause: FloatArray, host: FloatArray,
     d: int, m: int, flush: bool, slope: int, turns: bool, versions: int, again: bool, meet: bool,
-    value: FloatArray, end: LongArray, count: LongArray, mode: LongArray,
+    cap: int, trip: FloatArray, value: FloatArray, end: LongArray, count: LongArray, mode: LongArray,
 ) -> None:  # fmt: skip
     layers, units = value.shape[1] - 1, value.shape[2] - 1
     live = min(m, slope * d + 1) if slope else m
+    if cap:
+        live = min(live, cap)
     least = np.full((units + 1, layers + 1), np.inf)  # [n, j]: of the rest, beginning at j or before
     for n in range(units + 1 if d > 0 else 0):
         for j in range(1, layers + 1):
@@ -171,8 +177,8 @@ def _fill(
                         extra = np.inf
                         if base + (flying + 1) * cut[i] * held + each <= memory:
                             chosen, extra = RECOMPUTE, f
-                        way = each * host[start, at]
-                        late = max(0.0, way - f) + max(0.0, way - b)
+                        out = each * host[start, at]
+                        late = max(0.0, out - f) + max(0.0, out - b)
                         if late < extra and base + 2 * each <= memory:
                             chosen, extra = OFFLOAD, late
                         if chosen < 0:
@@ -185,16 +191,23 @@ def _fill(
                         total = m * (f + b) + reduction * share
                     else:
                         total = max(m * (f + b), reduction * share if turns else reduction)
+                    way = f + b  # of one micro-batch, there and back
                     if d > 0:
                         wide = max(r, count[d - 1, j, n - c] * unit)
                         over = hop[start, at] * sent[i, j] * (1.0 if turns else 1.0 / wide) + pause[start, at]
                         if flush:
                             total = max(total, f + b + 2 * over + rest, m * over)
+                            if cap:
+                                way += 2 * over + trip[d - 1, j, n - c]
+                                if d >= cap:
+                                    total = max(total, way * m / cap)
                         else:
                             total = max(total, rest, m * over * (1.0 / wide if turns else 1.0))
                     if total < best:
                         best, found = total, at
                         value[d, i, n], end[d, i, n], count[d, i, n], mode[d, i, n] = total, j, c, chosen
+                        if cap:
+                            trip[d, i, n] = way
                 if turn < 0:
                     best = np.nextafter(best, np.inf)  # of equal ones the first in order counts
             near[n] = found

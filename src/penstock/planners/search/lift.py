@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -36,6 +36,7 @@ class Field:
     microbatches: int
     again: bool = True  # whether stages may recompute or offload
     whole_rows: bool = True  # whether a replica must have at least a row of a micro-batch
+    replicas: int | None = None  # of a stage at most
 
     def sized(self, times: int) -> Profile:
         if times not in self._sizes:
@@ -71,9 +72,12 @@ class Field:
         Replicas that take turns average as many batches into one update: only a batch of one micro-batch, as PipeDream
         knows it, is meant so.
         """
+        limits = [self.replicas]
         if method.turns:
-            return None if self.microbatches == 1 else 1
-        return self.profile.samples * times if self.whole_rows else None
+            limits.append(None if self.microbatches == 1 else 1)
+        elif self.whole_rows:
+            limits.append(self.profile.samples * times)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def admits(self, candidate: Candidate) -> bool:
         """Whether the schedule exists for it."""
@@ -88,38 +92,44 @@ class Field:
     def alike(self, method: Method) -> Iterator[Method]:
         """Methods for which the same cut is as good."""
         for other in self.methods:
-            same = (other.flush, other.deep, other.turns, other.versions) == (
-                method.flush, method.deep, method.turns, method.versions,
+            same = (other.flush, other.deep, other.turns, other.versions, other.cap) == (
+                method.flush, method.deep, method.turns, method.versions, method.cap,
             )  # fmt: skip
             if same and other.chunks == 1:
                 yield other
 
 
-def labelled(field: Field, times: int, order: tuple[int, ...]) -> Iterator[Guess]:
-    """The best cut for every number of stages, for every kind of method."""
+def labelled(
+    field: Field, times: int, order: tuple[int, ...], hurry: Callable[[], bool] = lambda: False
+) -> Iterator[Iterator[Guess]]:
+    """The best cut for every number of stages, for one kind of method after the other; in a hurry, for fewer."""
     chain, places = Chain.of(field.sized(times)), field.places(order)
-    yield from _by_kind(field, times, order, chain, places)
+    yield from _by_kind(field, times, order, chain, places, hurry)
     if places.unit > 1 and chain.layers > 1:
         few = order[-min(len(order), chain.layers) :]
-        yield from _by_kind(field, times, few, chain, field.places(few, alone=True))
+        yield from _by_kind(field, times, few, chain, field.places(few, alone=True), hurry)
 
 
-def _by_kind(field: Field, times: int, order: tuple[int, ...], chain: Chain, places: Places) -> Iterator[Guess]:
+def _by_kind(
+    field: Field, times: int, order: tuple[int, ...], chain: Chain, places: Places, hurry: Callable[[], bool]
+) -> Iterator[Iterator[Guess]]:
     steps, seen = field.microbatches // times, set()
     some = any(method.flush and not method.whole and method.chunks == 1 for method in field.methods)
     for method in field.methods:
         if method.whole and some:
             continue  # the cuts of others serve it where its memory allows
-        kind = (method.flush, method.deep, method.turns, method.versions)
+        kind = (method.flush, method.deep, method.turns, method.versions, method.cap)
         if method.chunks > 1 or kind in seen:
             continue
         seen.add(kind)
         most = field.most_replicas(method, times)
+        if most is not None and most < places.unit:
+            continue  # places of one device each serve it
         for meet in (
             (False, True) if method.turns and most is None else (False,)
         ):  # how much it waits, the clock will say
-            labels = Labels.of(chain, places, method, steps, field.again, most, meet)
-            yield from _read_back(field, times, order, method, labels)
+            labels = Labels.of(chain, places, method, steps, field.again, most, meet, hurry)
+            yield _read_back(field, times, order, method, labels)
 
 
 def _read_back(field: Field, times: int, order: tuple[int, ...], method: Method, labels: Labels) -> Iterator[Guess]:
@@ -147,7 +157,7 @@ def chunked(field: Field, times: int, order: tuple[int, ...]) -> Iterator[Guess]
             if pieces > len(field.profile.layers) or ranks < 2:
                 continue
             bounds, largest = field.even(pieces)
-            replicas = (devices // ranks,) * ranks
+            replicas = (min(devices // ranks, field.replicas or devices),) * ranks
             for mode in (Mode.KEEP, Mode.RECOMPUTE) if field.again else (Mode.KEEP,):
                 made = Candidate(method, times, steps, order, devices - sum(replicas), tuple(bounds), replicas,
                                  (mode,) * pieces)  # fmt: skip

@@ -29,6 +29,7 @@ class Method:
     folded: bool = False
     turns: bool = False  # replicas take whole mini-batches in turns
     versions: int = 1  # of the weights; 0: as many as micro-batches are in flight
+    cap: int = 0  # micro-batches in flight at most, whatever it costs; 0: no such limit
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -37,7 +38,8 @@ class Method:
         return 0 if self.whole else 2 if self.deep else 1
 
 
-METHODS = (
+CAPS = (1, 2, 4)
+METHODS = (  # with a flush first, since those train as one device does, and the simpler ones of each kind first
     Method("1f1b", "1f1b"),
     Method("gpipe", "gpipe", whole=True),
     Method("zb-h1", "zb-h1", split=True),
@@ -46,6 +48,7 @@ METHODS = (
     Method("interleaved", "interleaved", chunks=2),
     Method("interleaved 4", "interleaved", chunks=4),
     Method("zb-v", "zb-v", chunks=2, folded=True),
+    *(Method(f"dapple cap {k}", "dapple", cap=k, options=(("cap", k), ("policy", "pa"))) for k in reversed(CAPS)),
     Method("2bw", "2bw", flush=False, versions=2),
     Method("pipedream", "pipedream", flush=False, turns=True, versions=0),
     Method("pipemare", "pipemare", flush=False, turns=True),
