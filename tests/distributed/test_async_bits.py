@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import async_bits
+import pytest
 import torch
 
 from ranks import launched
@@ -48,6 +49,18 @@ def test_one_rank_that_breaks_early_is_told_by_the_others(tmp_path):
     with launched(tmp_path, 2, str(tmp_path / "found.json"), "early", script=async_bits.__file__) as run:
         assert run.wait(60) != 0
     assert re.search(r"rank 1 has left its training loop.*, but rank 0 goes on: every rank has to", run.said), run.said
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_rank_that_breaks_early_is_found_at_once_where_rank_0_has_the_data(tmp_path, who):
+    """It gathers, where the others wait to be told whether there is more."""
+    with launched(tmp_path, 2, str(tmp_path / "found.json"), f"alone {who}", script=async_bits.__file__) as run:
+        assert run.wait(60) != 0  # far below the time that ranks wait for each other
+    words = f"rank {who} has left its training loop.*, but rank {1 - who} goes on: "
+    if who == 0:
+        words += r"rank 0 has come to a gather and rank 1 to a broadcast from rank 0 as collective \d+; "
+    assert re.search(f"{words}.*every rank has to leave", run.said), run.said
+    assert run.said.count("Traceback (most recent") <= 1, run.said
 
 
 def test_three_ranks_then_a_stage_raises_in_mid_flight(tmp_path):
