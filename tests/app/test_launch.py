@@ -118,11 +118,12 @@ def test_ctrl_c_that_an_import_swallows_ends_the_process_all_the_same(tmp_path, 
     (tmp_path / "torch").mkdir()
     swallow = "try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    time.sleep(100)\n"
     (tmp_path / "torch" / "__init__.py").write_text(f"import time\nprint('loading', flush=True)\n{swallow}")
-    words = ["train", "some.toml"] if module == "penstock.cli" else ["penstock.app.train", "some.toml"]
+    file = tmp_path / "some.toml"
+    file.write_text("")
+    words = ["train" if module == "penstock.cli" else "penstock.app.train", str(file)]
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     asked, pipe, env = [sys.executable, "-m", module, *words], subprocess.PIPE, os.environ | {"PYTHONPATH": path}
-    (tmp_path / "some.toml").write_text("")
-    with subprocess.Popen(asked, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=env) as run:
+    with subprocess.Popen(asked, stdout=pipe, stderr=pipe, text=True, env=env) as run:
         try:
             assert run.stdout is not None
             assert run.stdout.readline() == "loading\n"
