@@ -377,6 +377,27 @@ def test_a_run_goes_on_where_its_checkpoint_stopped(tmp_path):
         run(task(training={"steps": 6, "resume": str(tmp_path / "run" / "step-6")}))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_place_that_checkpoints_cannot_be_written_to_is_found_before_the_first_step(tmp_path, schedule):
+    (tmp_path / "file").write_text("")
+    for taken in ("step-2", "step-7"):  # which is none that this run would write
+        (tmp_path / "run" / taken).mkdir(parents=True)
+    way = {"stages": 2, "microbatches": 4, "schedule": schedule}
+    asked = {"steps": 6, "checkpoint": str(tmp_path / "run"), "checkpoint_every": 2}
+    wrong = f"directory that checkpoints can be written to, but got {tmp_path / 'file'}"
+    for path, words in (
+        ("run", f"where nothing is yet, but got {tmp_path / 'run' / 'step-2'}, which"),
+        ("file", wrong),
+    ):
+        told = io.StringIO()
+        with pytest.raises(InputError, match=words):
+            run(task(pipeline=way, training=asked | {"checkpoint": str(tmp_path / path)}), told)
+        assert "step" not in told.getvalue()
+    (tmp_path / "run" / "step-2").rmdir()
+    run(task(pipeline=way, training=asked))
+    assert "step-6" in {file.name for file in (tmp_path / "run").iterdir()}
+
+
 def test_a_checkpoint_of_a_pipe_that_is_full_is_named_for_what_it_has_trained(tmp_path):
     pipeline = {"stages": 3, "microbatches": 1, "schedule": "pipedream"}
     kept = {"steps": 8, "checkpoint": str(tmp_path / "run"), "checkpoint_every": 3}

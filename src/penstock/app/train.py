@@ -52,6 +52,7 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
     begun = _resumed(pipe, settings.resume, settings.steps)
     left = settings.steps - begun
     losses, seconds, kept = [], [], Keep(pipe, settings.checkpoint, settings.checkpoint_every, settings.steps)
+    kept.require_room()
     with progress(left, settings.log_every, out) as show:
         clock = perf_counter()
         for step in pipe.train(task.batches(begun, left)):
