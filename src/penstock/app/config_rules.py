@@ -61,7 +61,11 @@ def _optimizer(good: Good) -> Iterator[Fault]:
     elif scheduler is not None:
         if made is None:
             made = torch.optim.SGD([weight])
-        yield from _made("optimizer.scheduler", dict(scheduler), home, home.LRScheduler, made)
+        found = yield from _made("optimizer.scheduler", dict(scheduler), home, home.LRScheduler, made)
+        most, steps = getattr(found, "total_steps", None), good.get("training.steps")
+        if most is not None and steps and steps > most:  # torch itself says so, after that many
+            expected = f"at least training.steps, {steps}"
+            yield Fault("optimizer.scheduler.total_steps", expected, str(most), "enlarge it, or lower training.steps")
 
 
 def _nameless(path: str, given: Good, home: Any, base: type) -> Iterator[Fault]:
