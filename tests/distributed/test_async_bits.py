@@ -63,6 +63,15 @@ def test_one_rank_that_breaks_early_is_found_at_once_where_rank_0_has_the_data(t
     assert run.said.count("Traceback (most recent") <= 1, run.said
 
 
+@pytest.mark.parametrize(("code", "found"), [(3, 3), (0, 1)])
+def test_a_layer_that_ends_the_process_gives_the_run_its_code(tmp_path, code, found):
+    """But a run that was left amid its training is no success."""
+    with launched(tmp_path, 2, str(tmp_path / "found.json"), f"exit {code}", script=async_bits.__file__) as run:
+        assert run.wait(60) == found, run.said
+    assert re.search(rf"rank 1 failed in 1F.*: SystemExit: {code}", run.said), run.said
+    assert run.said.endswith(f"penstock: rank 1 ended with code {found}\n"), run.said
+
+
 def test_three_ranks_then_a_stage_raises_in_mid_flight(tmp_path):
     with launched(tmp_path, 3, str(tmp_path / "found.json"), "raise", script=async_bits.__file__) as run:
         assert run.wait(300) != 0

@@ -57,6 +57,7 @@ class Watch:
         self.learned_at = 0.0
         self.news = threading.Event()
         self.raised = self.printed = self.ended = False
+        self.code = 1  # with which a rank of a run that failed ends
         self.shown: BaseException | None = None  # the exception whose traceback has been printed
         self.lock = threading.RLock()
         self.patience = Patience()
@@ -133,6 +134,8 @@ class Watch:
                 say(full_traceback(error))
             say(f"{failure.line}\n")
             self.shown, self.printed = error, True
+            if isinstance(error, SystemExit) and isinstance(error.code, int):
+                self.code = error.code & 0xFF or 1  # the user's own; but to leave amid a step is no success
             self._declare(failure)
         leave_for_torchrun(error)
 
