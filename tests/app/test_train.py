@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from penstock.app.progress import progress
 from penstock.app.start import Request
 from penstock.app.task import Task
 from penstock.app.traffic import traffic
-from penstock.app.train import run, train
+from penstock.app.train import require_writable, run, train
 from penstock.app.verify_run import compare, verify
 from penstock.errors import InputError
 
@@ -375,6 +376,13 @@ def test_a_run_goes_on_where_its_checkpoint_stopped(tmp_path):
     assert run(later).losses == pytest.approx(whole[4:], rel=1e-5)
     with pytest.raises(InputError, match="more than the 6"):
         run(task(training={"steps": 6, "resume": str(tmp_path / "run" / "step-6")}))
+
+
+def test_ranks_that_look_at_the_place_of_a_report_at_once_do_not_disturb_each_other(tmp_path):
+    path = str(tmp_path / "run.html")
+    with ThreadPoolExecutor(4) as ranks:
+        list(ranks.map(lambda _: require_writable(path), range(400)))
+    assert not Path(path).exists()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
