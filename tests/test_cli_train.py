@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import LAUNCHED, environment, forked, process, python
+from commands import LAUNCHED, environment, forked, process, python, refused
 
 ROOT = Path(__file__).parent.parent
 WORKERS = {"ranks": 2}
@@ -223,3 +223,20 @@ def test_inline_is_for_one_process(small, monkeypatch, capsys):
         main()
     assert end.value.code == 2
     assert "one process for --inline, but got 2 that were launched together" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "compare", "cluster measure"])
+@pytest.mark.parametrize(
+    ("rank", "size", "said"),
+    [
+        ("0", "x", "expected a whole number in WORLD_SIZE, but got 'x'"),
+        ("one", "2", "expected a whole number in RANK, but got 'one'"),
+        ("2", "2", "expected RANK from 0 to 1, as WORLD_SIZE is 2, but got 2"),
+        ("0", "-2", "expected at least 1 process in WORLD_SIZE, but got -2"),
+    ],
+)
+def test_a_wrong_environment_of_a_rank_gets_one_message(small, monkeypatch, command, rank, size, said):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    words = command.split() if command == "cluster measure" else [command, small]
+    assert refused(*words).startswith(f"penstock: {said}")

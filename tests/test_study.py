@@ -4,7 +4,7 @@ import pytest
 import torch
 from benchmarks.study.costs import method_cost
 from benchmarks.study.methods import METHODS
-from benchmarks.study.page import PAGE, filled
+from benchmarks.study.page import PAGE, cost, filled
 from benchmarks.study.plan import RESULTS, cells, missing, read
 from benchmarks.study.run import Run, pipeline, train
 from benchmarks.study.tasks import TASKS
@@ -39,8 +39,9 @@ def test_losses_of_these_do_not_depend_on_stages_or_micro_batches(method, shape)
     assert losses(pipeline(run), task, 6) == pytest.approx(losses(pipeline(run, shape), task, 6), abs=1e-4)
 
 
-def test_the_page_holds_the_tables_of_the_results():
+def test_the_page_holds_the_tables_and_the_cost_of_the_results():
     page = PAGE.read_text()
+    assert cost(read()) in page
     assert filled(page, read()) == page
     assert page.count("<!-- ") == 5
 

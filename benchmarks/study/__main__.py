@@ -13,7 +13,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.study.page import PAGE, PICTURES, write
+from benchmarks.study.page import PAGE, PICTURES, cost, write
 from benchmarks.study.pictures import draw
 from benchmarks.study.plan import RESULTS, missing, read
 from benchmarks.study.run import Run, train
@@ -56,7 +56,7 @@ def main() -> None:
         fill(asked.results, asked.workers)
     lines = read(asked.results)
     write(lines)
-    print(PAGE, *draw(lines, PICTURES), f"{sum(line['cpu'] for line in lines) / 60:.0f} CPU minutes", sep="\n")
+    print(PAGE, *draw(lines, PICTURES), cost(lines), sep="\n")
 
 
 if __name__ == "__main__":

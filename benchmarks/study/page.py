@@ -1,4 +1,4 @@
-"""Puts the tables into docs/convergence.md, between the marks that name them."""
+"""Puts the tables into docs/convergence.md, behind the marks that name them, and what all runs have cost."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ def write(lines: list[Line]) -> None:
     PAGE.write_text(filled(PAGE.read_text(), lines))
 
 
+def cost(lines: list[Line]) -> str:
+    return f"{sum(line['cpu'] for line in lines) / 60:.0f} CPU minutes"
+
+
 def filled(page: str, lines: list[Line]) -> str:
     for name, table in tables(lines).items():
         mark = f"<!-- {name} -->\n"
         page = re.sub(rf"{re.escape(mark)}(\|.*\n)*", lambda _, new=mark + table: new, page)
-    return page
+    return re.sub(r"\d+ CPU minutes", cost(lines), page)

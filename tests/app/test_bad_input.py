@@ -357,3 +357,26 @@ def test_a_weightless_model_is_refused_and_says_how_to_give_it_weights():
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     with pytest.raises(InputError, match=r"a model with weights.*weightless one.*materialise\("):
         Pipeline(model, example=torch.zeros(2, 8), stages=2, microbatches=2)
+
+
+@pytest.mark.parametrize("way", ["1f1b", "pipedream"])
+@pytest.mark.parametrize(
+    ("optimizer", "lr_scheduler", "words"),
+    [
+        (torch.optim.SparseAdam, None, r"gradients that SparseAdam takes, but got dense ones \(.*; use another optim"),
+        (
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            lambda made: torch.optim.lr_scheduler.OneCycleLR(made, max_lr=0.1, total_steps=3),
+            r"lasts as long as the training, but got a OneCycleLR that has come to its end \(Tried to step 4 times",
+        ),
+    ],
+)
+def test_what_torch_refuses_only_at_an_update_is_told_in_one_message(way, optimizer, lr_scheduler, words):
+    given = plain.case("mlp")
+    pipe = Pipeline(
+        given.fresh(), example=given.example, stages=2, schedule=way, microbatches=1, loss=given.loss,
+        optimizer=optimizer, lr_scheduler=lr_scheduler,
+    )  # fmt: skip
+    with pytest.raises(InputError, match=words) as caught:
+        list(pipe.train([given.batches[0]] * 8))
+    assert type(caught.value.__cause__) in (RuntimeError, ValueError)

@@ -260,6 +260,25 @@ def test_values_that_are_wrong_together_are_told_of_the_section(tmp_path):
     assert found["optimizer.scheduler"].startswith("expected values that OneCycleLR takes together, but got")
 
 
+@pytest.mark.parametrize("length", ["total_steps = 2", "epochs = 2\nsteps_per_epoch = 1"])
+def test_a_scheduler_that_is_shorter_than_the_run(tmp_path, length):
+    text = GOOD + f'[optimizer.scheduler]\nname = "OneCycleLR"\nmax_lr = 0.1\n{length}\n'
+    said = "expected at least training.steps, 3, but got 2; enlarge it, or lower training.steps"
+    assert faults(tmp_path, text) == {"optimizer.scheduler.total_steps": said}
+    assert config(
+        tmp_path, text.replace(" = 2\nsteps_per", " = 3\nsteps_per").replace("total_steps = 2", "total_steps = 3")
+    )
+
+
+def test_a_mistyped_name_of_a_scheduler_is_told_beside_the_missing_one(tmp_path):
+    found = faults(tmp_path, GOOD + '[optimizer.scheduler]\nnam = "StepLR"\nstep_size = 3\n')
+    path, unknown = "optimizer.scheduler", "an unknown one; did you mean name?"
+    assert found == {
+        f"{path}.name": "expected the name of a class, but got nothing; add it",
+        f"{path}.nam": f"expected a key of [{path}], but got {unknown}",
+    }
+
+
 def test_a_section_that_is_none(tmp_path):
     text = GOOD[GOOD.index("[optimizer]") :].replace("[optimizer]", "pipeline = 3\nmodel = []\n[optimizer]")
     assert faults(tmp_path, text) == {

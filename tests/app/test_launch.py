@@ -112,6 +112,28 @@ def test_ctrl_c_while_workers_load_is_no_traceback(tmp_path):
     assert run.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.parametrize("module", ["penstock.cli", "penstock.app.worker"])
+def test_ctrl_c_that_an_import_swallows_ends_the_process_all_the_same(tmp_path, module):
+    """As parts of torch do: this stands for it."""
+    (tmp_path / "torch").mkdir()
+    swallow = "try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    time.sleep(100)\n"
+    (tmp_path / "torch" / "__init__.py").write_text(f"import time\nprint('loading', flush=True)\n{swallow}")
+    file = tmp_path / "some.toml"
+    file.write_text("")
+    words = ["train" if module == "penstock.cli" else "penstock.app.train", str(file)]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    asked, pipe, env = [sys.executable, "-m", module, *words], subprocess.PIPE, os.environ | {"PYTHONPATH": path}
+    with subprocess.Popen(asked, stdout=pipe, stderr=pipe, text=True, env=env) as run:
+        try:
+            assert run.stdout is not None
+            assert run.stdout.readline() == "loading\n"
+            run.send_signal(signal.SIGINT)
+            assert run.communicate(timeout=20) == ("", "")
+            assert run.returncode == 128 + signal.SIGINT
+        finally:
+            run.kill()
+
+
 def test_workers_that_have_not_begun_die_with_the_launcher(tmp_path):
     """Before any code of penstock runs in them. As programs: forked ranks are not what the launcher starts."""
     with launched(tmp_path, 2, script=script(tmp_path, "time.sleep(100)"), fork=False) as run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from penstock.app.progress import progress
 from penstock.app.start import Request
 from penstock.app.task import Task
 from penstock.app.traffic import traffic
-from penstock.app.train import run, train
+from penstock.app.train import require_writable, run, train
 from penstock.app.verify_run import compare, verify
 from penstock.errors import InputError
 
@@ -375,6 +376,34 @@ def test_a_run_goes_on_where_its_checkpoint_stopped(tmp_path):
     assert run(later).losses == pytest.approx(whole[4:], rel=1e-5)
     with pytest.raises(InputError, match="more than the 6"):
         run(task(training={"steps": 6, "resume": str(tmp_path / "run" / "step-6")}))
+
+
+def test_ranks_that_look_at_the_place_of_a_report_at_once_do_not_disturb_each_other(tmp_path):
+    path = str(tmp_path / "run.html")
+    with ThreadPoolExecutor(4) as ranks:
+        list(ranks.map(lambda _: require_writable(path), range(400)))
+    assert not Path(path).exists()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_place_that_checkpoints_cannot_be_written_to_is_found_before_the_first_step(tmp_path, schedule):
+    (tmp_path / "file").write_text("")
+    for taken in ("step-2", "step-7"):  # which is none that this run would write
+        (tmp_path / "run" / taken).mkdir(parents=True)
+    way = {"stages": 2, "microbatches": 4, "schedule": schedule}
+    asked = {"steps": 6, "checkpoint": str(tmp_path / "run"), "checkpoint_every": 2}
+    wrong = f"directory that checkpoints can be written to, but got {tmp_path / 'file'}"
+    for path, words in (
+        ("run", f"where nothing is yet, but got {tmp_path / 'run' / 'step-2'}, which"),
+        ("file", wrong),
+    ):
+        told = io.StringIO()
+        with pytest.raises(InputError, match=words):
+            run(task(pipeline=way, training=asked | {"checkpoint": str(tmp_path / path)}), told)
+        assert "step" not in told.getvalue()
+    (tmp_path / "run" / "step-2").rmdir()
+    run(task(pipeline=way, training=asked))
+    assert "step-6" in {file.name for file in (tmp_path / "run").iterdir()}
 
 
 def test_a_checkpoint_of_a_pipe_that_is_full_is_named_for_what_it_has_trained(tmp_path):

@@ -134,18 +134,22 @@ def fail(how: str, rank: int, ranks: int) -> None:
     pipe = penstock.Pipeline(
         model, example=batches[0][0][:2], stages=ranks, cuts=cuts, schedule="pipedream", microbatches=1, loss=loss,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1), verify=False,
-        timeout=5 if how in ("leave", "raise") else 90,
+        timeout=5 if how in ("leave", "raise") else 90, data="rank0" if how.startswith("alone") else "every",
     )  # fmt: skip
     calls = []
 
     def raising(module: nn.Module, given: Any) -> None:
         calls.append(given)
+        if len(calls) == 6 and how.startswith("exit"):
+            sys.exit(int(how.split()[1]))
         if len(calls) == 6:
             raise ZeroDivisionError("no such luck")
 
-    if how == "raise" and rank == 1:
+    if how.startswith(("raise", "exit")) and rank == 1:
         model[1].register_forward_pre_hook(raising)
-    for record in pipe.train(batches):
+    for record in pipe.train(None if how.startswith("alone") and rank else batches):
+        if how == f"alone {rank}" and record.index == 2:
+            break
         if how == "leave" and record.index == 2 + rank:  # the second rank goes on for one more
             break
         if how == "early" and rank == 1 and record.index == 2:
@@ -159,7 +163,7 @@ def main(file: str, how: str = "") -> None:
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     print(f"rank {rank} begins as {os.getpid()}", flush=True)
-    every = cases(ranks) if how not in ("early", "throw") else []
+    every = cases(ranks) if how in ("", "leave", "raise") else []
     found = {f"{transport}: {name}": run(name, ranks, transport) for name, transport in every}
     if rank == 0:
         Path(file).write_text(json.dumps(found))

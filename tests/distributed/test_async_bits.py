@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import async_bits
+import pytest
 import torch
 
 from ranks import launched
@@ -48,6 +49,27 @@ def test_one_rank_that_breaks_early_is_told_by_the_others(tmp_path):
     with launched(tmp_path, 2, str(tmp_path / "found.json"), "early", script=async_bits.__file__) as run:
         assert run.wait(60) != 0
     assert re.search(r"rank 1 has left its training loop.*, but rank 0 goes on: every rank has to", run.said), run.said
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_rank_that_breaks_early_is_found_at_once_where_rank_0_has_the_data(tmp_path, who):
+    """It gathers, where the others wait to be told whether there is more."""
+    with launched(tmp_path, 2, str(tmp_path / "found.json"), f"alone {who}", script=async_bits.__file__) as run:
+        assert run.wait(60) != 0  # far below the time that ranks wait for each other
+    words = f"rank {who} has left its training loop.*, but rank {1 - who} goes on: "
+    if who == 0:
+        words += r"rank 0 has come to a gather and rank 1 to a broadcast from rank 0 as collective \d+; "
+    assert re.search(f"{words}.*every rank has to leave", run.said), run.said
+    assert run.said.count("Traceback (most recent") <= 1, run.said
+
+
+@pytest.mark.parametrize(("code", "found"), [(3, 3), (0, 1)])
+def test_a_layer_that_ends_the_process_gives_the_run_its_code(tmp_path, code, found):
+    """But a run that was left amid its training is no success."""
+    with launched(tmp_path, 2, str(tmp_path / "found.json"), f"exit {code}", script=async_bits.__file__) as run:
+        assert run.wait(60) == found, run.said
+    assert re.search(rf"rank 1 failed in 1F.*: SystemExit: {code}", run.said), run.said
+    assert run.said.endswith(f"penstock: rank 1 ended with code {found}\n"), run.said
 
 
 def test_three_ranks_then_a_stage_raises_in_mid_flight(tmp_path):

@@ -95,6 +95,31 @@ def test_a_rank_that_has_ended_is_not_waited_for(tmp_path):
         assert "rank 0 stops: rank 1 has ended, but rank 0 waits for it in 0F5 (stage 0, micro-batch 5)" in run.said
 
 
+MEET = """
+import os
+from penstock.engine.world import join
+world = join()
+print(f"rank {world.rank} begins as {os.getpid()}", flush=True)
+meet = {"a gather": world.barrier, "a broadcast from rank 0": lambda: world.broadcast(b"x", 0)}
+"""
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [("a gather", "a broadcast from rank 0"), ("a broadcast from rank 0", "a gather")],
+    ids="first {0[0]}".format,
+)
+def test_collectives_of_two_kinds_that_wait_for_each_other_are_found_at_once(tmp_path, kinds):
+    """Also where rank 0, whose broadcast need not wait, has gone on to the next one."""
+    script = tmp_path / "meet.py"
+    script.write_text(f"{MEET}meet[{kinds}[world.rank]]()\nmeet['a gather']()\n")
+    with launched(tmp_path, 2, script=str(script)) as run:
+        run.begun(2)
+        assert run.wait(20) == 1  # ranks wait for each other for two minutes
+        words = f"rank 0 has come to {kinds[0]} and rank 1 to {kinds[1]} as collective 2; every rank has to leave"
+        assert words in run.said, run.said
+
+
 @pytest.mark.parametrize(
     ("what", "sign"),
     [

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.app.checkpoint_files import Record, read_facts, read_tensors, sync, write_facts, write_tensors
@@ -47,6 +48,13 @@ def save(pipe: Pipeline, path: str | os.PathLike[str]) -> None:
             raise
 
 
+def require_room(pipe: Pipeline, folder: str, wanted: Callable[[str], bool]) -> None:
+    """Refuse a folder that nothing can be written to, or that has what a name is wanted for. Every rank has to call."""
+    place = _same_path(pipe.crew, folder)
+    first = pipe.crew.world.rank == 0
+    _together(pipe.crew, f"to write checkpoints to {place}", lambda: _try(place, wanted) if first else None)
+
+
 def load(pipe: Pipeline, path: str | os.PathLike[str]) -> None:
     """Take up the training where a checkpoint was written. Every rank has to call, between two steps."""
     crew = pipe.crew
@@ -58,11 +66,28 @@ def load(pipe: Pipeline, path: str | os.PathLike[str]) -> None:
         found[0].finish()
 
 
+def _try(folder: Path, wanted: Callable[[str], bool]) -> None:
+    """As a save will: a directory in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryDirectory(prefix="trial.tmp-", dir=folder).cleanup()
+        there = sorted(file.name for file in folder.iterdir() if wanted(file.name))
+    except OSError as error:
+        came = f"{folder}: {error.strerror}"
+        raise InputError("a directory that checkpoints can be written to", came, "change the path") from None
+    if there:
+        raise _taken(folder / there[0])
+
+
+def _taken(final: Path) -> InputError:
+    advice = "nothing is overwritten: give a new path for every checkpoint, such as checkpoints/step-100"
+    return InputError("a path where nothing is yet", f"{final}, which exists", advice)
+
+
 def _begin(final: Path) -> Path:
     """A new directory beside the final path."""
     if os.path.lexists(final):
-        advice = "nothing is overwritten: give a new path for every checkpoint, such as checkpoints/step-100"
-        raise InputError("a path where nothing is yet", f"{final}, which exists", advice)
+        raise _taken(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     directory = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
     directory.mkdir()

@@ -150,10 +150,15 @@ def read_sections(raw: dict[str, Any]) -> Reading:
         except ValidationError as error:
             details = error.errors(include_url=False, include_context=False)
             found.faults += [_fault(name, kind, detail) for detail in details]
-            bad = {str(detail["loc"][0]) for detail in details}
+            bad = {str(detail["loc"][0]) for detail in details if not _lacks(detail)}
         usual = {key: known.default for key, known in kind.model_fields.items() if not known.is_required()}
         found.good |= {f"{name}.{key}": value for key, value in (usual | given).items() if key not in bad}
     return found
+
+
+def _lacks(detail: ErrorDetails) -> bool:
+    """Something within a value, the rest of which can be looked at."""
+    return detail["type"] == "missing" and len(detail["loc"]) > 1
 
 
 def _kind(name: str, given: dict[str, Any]) -> type[Section]:

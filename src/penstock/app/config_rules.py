@@ -55,11 +55,25 @@ def _optimizer(good: Good) -> Iterator[Fault]:
     given = {key.removeprefix("optimizer."): value for key, value in good.items() if key.startswith("optimizer.")}
     scheduler = given.pop("scheduler", None)
     made = yield from _made("optimizer", given, torch.optim, torch.optim.Optimizer, [weight], OPTIMIZERS, NOT_IN_FILES)
-    if scheduler is not None and "name" in scheduler:
+    home = torch.optim.lr_scheduler
+    if scheduler is not None and "name" not in scheduler:
+        yield from _nameless("optimizer.scheduler", scheduler, home, home.LRScheduler)
+    elif scheduler is not None:
         if made is None:
             made = torch.optim.SGD([weight])
-        home = torch.optim.lr_scheduler
-        yield from _made("optimizer.scheduler", dict(scheduler), home, home.LRScheduler, made)
+        found = yield from _made("optimizer.scheduler", dict(scheduler), home, home.LRScheduler, made)
+        most, steps = getattr(found, "total_steps", None), good.get("training.steps")
+        if most is not None and steps and steps > most:  # torch itself says so, after that many
+            expected = f"at least training.steps, {steps}"
+            yield Fault("optimizer.scheduler.total_steps", expected, str(most), "enlarge it, or lower training.steps")
+
+
+def _nameless(path: str, given: Good, home: Any, base: type) -> Iterator[Fault]:
+    """Keys that no class takes: one of them may be the name, mistyped."""
+    kinds = [kind for kind in vars(home).values() if _usable(kind, base)]
+    known = {"name"}.union(*(_takes(kind) for kind in kinds))
+    for key in given.keys() - known:
+        yield Fault(f"{path}.{key}", f"a key of [{path}]", "an unknown one", nearest(key, known))
 
 
 def _made(
@@ -76,7 +90,7 @@ def _made(
     if name not in kinds:
         yield Fault(f"{path}.name", f"a class of {home.__name__}", shown(name), nearest(name, set(kinds)))
         return None
-    takes = dict(list(inspect.signature(kinds[name]).parameters.items())[1:])
+    takes = _takes(kinds[name])
     known = set(takes) - hidden
     whose = name if name in (ours or {}) else f"{home.__name__}.{name}"
     for key in arguments.keys() - known:
@@ -97,6 +111,11 @@ def _made(
     if not wrong:
         yield Fault(path, f"values that {name} takes together", error)
     return None
+
+
+def _takes(kind: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """A class's arguments without the first, which are the parameters, or the optimizer."""
+    return dict(list(inspect.signature(kind).parameters.items())[1:])
 
 
 def _refused_alone(given: Good, needed: Sequence[str], refusal: Callable[[Good], str | None]) -> dict[str, str]:

@@ -21,10 +21,27 @@ class Keep:
     steps: int
     saved: int = -1
 
+    def require_room(self) -> None:
+        """Before the first step: a directory that can be written to, with nothing where checkpoints will come."""
+        if self.path is not None:
+            from penstock.app import checkpoint  # not at the top: torch's part of it takes long to import
+
+            checkpoint.require_room(self.pipe, self.path, self._will_write)
+
     def after(self, done: int) -> None:
-        if self.path is None or not (done == self.steps or (self.every and done % self.every == 0)):
+        if self.path is None or not self._due(done):
             return
         self.pipe.settle()
         if self.saved != self.pipe.index:
             self.saved = self.pipe.index
             self.pipe.save(str(Path(self.path) / f"step-{self.saved}"))
+
+    def _due(self, done: int) -> bool:
+        return done == self.steps or (self.every is not None and done % self.every == 0)
+
+    def _will_write(self, name: str) -> bool:
+        """Without a flush it is not known which steps there will be one of."""
+        number = name.removeprefix("step-")
+        if number == name or not number.isdecimal() or not self.pipe.index < int(number) <= self.steps:
+            return False
+        return self.pipe.stream is not None or self._due(int(number))

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from penstock.app.advance import advance, update
 from penstock.engine.ties import Ties
 from penstock.errors import InputError
 from penstock.model.loss import Total
@@ -163,12 +163,12 @@ class Optimizers:
             self.turn(stage)
             for parameter in self.owned[stage]:
                 parameter.grad = gradients.get(parameter)
-            optimizer.step()
+            update(optimizer)
             for parameter in self.owned[stage]:
                 parameter.grad = None
         self.ties.spread()
         for scheduler in self.schedulers:
-            scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+            advance(scheduler, loss)
 
 
 def _give(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:

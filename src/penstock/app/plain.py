@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.app.advance import advance, update
 from penstock.app.task import Task
 from penstock.engine.mark import Mark
 
@@ -48,11 +49,9 @@ class Plain:
                 parameter.grad /= weight / rows
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self.scheduler.step(total / weight)
-        elif self.scheduler is not None:
-            self.scheduler.step()
+        update(self.optimizer)
+        if self.scheduler is not None:
+            advance(self.scheduler, total / weight)
         return total / weight
 
     def losses(self, inputs: Any, target: Any) -> list[float]:

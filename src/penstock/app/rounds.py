@@ -16,8 +16,8 @@ from math import isfinite, sqrt
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from penstock.app.advance import advance, update
 from penstock.app.optimize import GROW_AFTER, Gradients, Optimizers, values_of
 from penstock.core.shape import Law
 from penstock.engine.tie_groups import TieMail
@@ -155,7 +155,7 @@ class Rounds:
                 self._step(stage.index, mine)
         scheduler = self.optimizers.by_stage.get(stage.index) if usable else None
         if scheduler is not None:
-            scheduler.step(mine.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+            advance(scheduler, mine.loss)
         if usable and self.optimizers.fp16 and stage.index == self.last:
             self.optimizers.good += 1
             if self.optimizers.good % GROW_AFTER == 0:
@@ -170,7 +170,7 @@ class Rounds:
         for parameter in owned:
             parameter.grad = mine.gradients.get(parameter)
         try:
-            optimizer.step()
+            update(optimizer)
         finally:
             for parameter, gradient in zip(owned, later, strict=True):
                 parameter.grad = gradient

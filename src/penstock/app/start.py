@@ -15,6 +15,7 @@ from typing import Any
 from penstock.app.config_file import read_config
 from penstock.app.named import look_in
 from penstock.app.task import Task
+from penstock.engine.meeting import number
 from penstock.errors import InputError, PenstockError
 
 
@@ -62,11 +63,12 @@ def start(module: str, work: Callable[[Request], int], request: Request, inline:
 
 def launched() -> bool:
     """Whether this process is one of several ranks."""
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return number(os.environ) is not None
 
 
 def rank() -> int:
-    return int(os.environ["RANK"]) if launched() else 0
+    found = number(os.environ)
+    return 0 if found is None else found[0]
 
 
 def as_worker(work: Callable[[Request], int]) -> None:

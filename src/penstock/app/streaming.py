@@ -67,6 +67,7 @@ class Stream:
             try:
                 self._leave(mine)
             except LeftAlone as error:  # what threw this rank out of its loop comes first
+                error.__suppress_context__ = True  # which is Python's own way of leaving
                 self.late = error
             except BaseException as error:  # which Python only prints when a loop is left by `break`
                 self.late = error

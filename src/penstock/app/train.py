@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import TextIO
@@ -52,6 +54,7 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
     begun = _resumed(pipe, settings.resume, settings.steps)
     left = settings.steps - begun
     losses, seconds, kept = [], [], Keep(pipe, settings.checkpoint, settings.checkpoint_every, settings.steps)
+    kept.require_room()
     with progress(left, settings.log_every, out) as show:
         clock = perf_counter()
         for step in pipe.train(task.batches(begun, left)):
@@ -129,13 +132,19 @@ def require_writable(path: str | None, what: str = "a report") -> None:
         return
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        new = not Path(path).exists()
-        with Path(path).open("a", encoding="utf-8"):
-            pass
-        if new:
-            Path(path).unlink()  # there is nothing in it yet
+        _open_once(path)
     except OSError as error:
         raise InputError(f"{what} that can be written", f"{path}: {error.strerror}", "change the path") from None
+
+
+def _open_once(path: str) -> None:
+    """And leave no trace, while other ranks do the same: who has made the file removes it."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        Path(path).unlink()
+    except FileExistsError:
+        with suppress(FileNotFoundError):  # another rank's, which could make it
+            os.close(os.open(path, os.O_WRONLY))
 
 
 if __name__ == "__main__":

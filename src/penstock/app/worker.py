@@ -10,6 +10,8 @@ import runpy
 import signal
 import sys
 
+from penstock.interrupt import ending_amid_imports
+
 
 def command(module: str, words: list[str]) -> list[str]:
     """What starts a worker that runs a module's share of some work."""
@@ -19,7 +21,8 @@ def command(module: str, words: list[str]) -> list[str]:
 def main() -> None:
     del sys.argv[0]
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        with ending_amid_imports():
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         if sys.excepthook is not sys.__excepthook__:
             raise

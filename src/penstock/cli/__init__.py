@@ -14,6 +14,7 @@ import typer
 from penstock.cli import clusters, estimating, planning, profiling, schedules, training
 from penstock.cli.app import app
 from penstock.errors import PenstockError
+from penstock.interrupt import ending_amid_imports
 
 __all__ = ["app", "clusters", "estimating", "main", "planning", "profiling", "schedules", "training"]
 
@@ -24,7 +25,8 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a sign gets a question mark
     try:
-        app()
+        with ending_amid_imports():
+            app()
     except PenstockError as error:
         typer.echo(f"penstock: {error}", err=True)
         sys.exit(2)

@@ -48,17 +48,28 @@ class Announcement:
     board: int
 
 
-def place(env: Mapping[str, str]) -> Place | None:
-    """As torchrun, or another launcher, sets it; None where this process is alone."""
+def number(env: Mapping[str, str]) -> tuple[int, int] | None:
+    """This process among how many, as torchrun, or another launcher, sets it; None where it is alone."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, size = _whole(env, "RANK"), _whole(env, "WORLD_SIZE")
+    if size < 1:
+        raise InputError("at least 1 process in WORLD_SIZE", size, "correct the environment of this rank")
     if size == 1:
         return None
     if not 0 <= rank < size:
         raise InputError(
             f"RANK from 0 to {size - 1}, as WORLD_SIZE is {size}", rank, "start each rank with its own number"
         )
+    return rank, size
+
+
+def place(env: Mapping[str, str]) -> Place | None:
+    """The same, and where the ranks meet."""
+    found = number(env)
+    if found is None:
+        return None
+    rank, size = found
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
         raise InputError(

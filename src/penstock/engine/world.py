@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 from penstock.engine.host import LOOPBACK, identity, interface_to
 from penstock.engine.meeting import Announcement, Place, connect, meet, patiently, place
 from penstock.engine.rows import HEAD, SHORT, Rows, data_of, length
-from penstock.engine.watch.board import EVERYBODY, Slot
+from penstock.engine.watch.board import EVERYBODY, GATHER
 from penstock.engine.watch.hooks import install
 from penstock.engine.watch.parent import follow_parent
 from penstock.engine.watch.watch import Watch
@@ -67,18 +67,18 @@ class World:
 
     def _all_gather(self, data: bytes, size: int) -> list[torch.Tensor]:
         row, rows = self.rows.packed(data, size)
-        self._finish(dist.all_gather(rows, row, group=self.group, async_op=True))
+        self._finish(dist.all_gather(rows, row, group=self.group, async_op=True), GATHER)
         return rows
 
     def _broadcast(self, data: bytes, size: int, source: int) -> torch.Tensor:
         row, _ = self.rows.packed(data, size)
-        self._finish(dist.broadcast(row, group=self.group, async_op=True, group_src=source))
+        self._finish(dist.broadcast(row, group=self.group, async_op=True, group_src=source), 1 + source)
         return row
 
-    def _finish(self, work: Work | None) -> None:
+    def _finish(self, work: Work | None, kind: int) -> None:
         """Wait in a way in which the failure of another rank is noticed."""
         assert work is not None
-        self.watch.board.page[Slot.COLLECTIVES] += 1
+        self.watch.board.meet(kind)
         began = monotonic()
         while True:
             try:

@@ -135,6 +135,20 @@ def test_bytes_held_are_those_in_use_and_the_most_there_ever_were(other, lane):
     assert receiver.bytes_held == 0
 
 
+def test_the_one_copy_is_the_senders(other, lane):
+    """A received tensor lies in the sender's slot: what the sender's mapping shows later, it shows, and back."""
+    other.ask("send", lane, [(0, at, at, (300, 300), "float32") for at in range(2)])
+    receiver = other.receiver(lane)
+    first, second = (receiver.receive(Key(0, at)).values[at] for at in range(2))
+    assert torch.equal(second, made(1, (300, 300)))
+    other.ask("write_to_slots", lane, 7.0)
+    assert first.eq(7).all()
+    assert second.eq(7).all()
+    second.mul_(3)
+    assert other.ask("read_slots", lane, 300 * 300) == [{7.0}, {21.0}]
+    receiver.close()
+
+
 def test_the_receiver_may_write_to_what_it_got(other, lane):
     other.ask("send", lane, [(0, at, at, (64,), "float32") for at in range(2)])
     receiver = other.receiver(lane)

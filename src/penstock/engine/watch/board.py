@@ -20,6 +20,8 @@ PAGE = mmap.PAGESIZE
 REPORT, STACK, SIZE = PAGE, 16 * PAGE, 32 * PAGE  # where the texts begin and the last of them ends
 EVERYBODY = -1  # as a peer: a collective waits for all
 OUTSIDE = -1  # as an operation: between two steps
+RECENT = 8  # collectives: who sends a broadcast may be some ahead of those who wait for it
+GATHER = 0  # as a kind of collective; else a broadcast from rank kind - 1
 
 
 class State(IntEnum):
@@ -46,6 +48,7 @@ class Slot(IntEnum):
     COLLECTIVES = 11
     FED = 12  # a place in a run without a flush: see `place`
     LEAVING = 13  # the place where it ends that run; 0 while it does not
+    KINDS = 14  # the first of `RECENT`: number and kind of the last collectives
 
 
 _ROW = struct.Struct(f"={Slot.BEAT - Slot.OP}q")  # a row, since when, and that it does not wait
@@ -59,6 +62,12 @@ def place(run: int, fed: int) -> int:
 def beyond(fed: int, leaving: int) -> bool:
     """Whether a rank has gone on where another has left: by then both can only be at different points of the loop."""
     return leaving > 0 and fed > leaving and fed >> 32 == leaving >> 32
+
+
+def kind_of(page: memoryview, number: int) -> int | None:
+    """Of a rank's collective of that number; None where it has not come to it, or long left it behind."""
+    known, kind = divmod(page[Slot.KINDS + number % RECENT], 1 << 32)
+    return kind if known == number else None
 
 
 class Board:
@@ -97,6 +106,12 @@ class Board:
         page[Slot.PEER] = peer
         page[Slot.WAIT_SINCE] = since
         page[Slot.WAIT_SEEN] = monotonic_ns()
+
+    def meet(self, kind: int) -> None:
+        """A collective begins."""
+        number = self.page[Slot.COLLECTIVES] + 1
+        self.page[Slot.KINDS + number % RECENT] = number << 32 | kind
+        self.page[Slot.COLLECTIVES] = number
 
     def tell(self, report: bytes) -> None:
         self._write(REPORT, report)

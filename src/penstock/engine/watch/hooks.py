@@ -51,7 +51,7 @@ def install(watch: Watch, part: Callable[[], None]) -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(pid, signal.SIGINT)
         watch.after_the_first()
-        os._exit(1)  # connections to ranks that failed can make a normal end wait
+        os._exit(watch.code)  # connections to ranks that failed can make a normal end wait
 
     sys.excepthook = hook
     atexit.register(leave)

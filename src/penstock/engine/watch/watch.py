@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from penstock.engine.transport.lane import ClosedLane
 from penstock.engine.watch.blame import blame, table
-from penstock.engine.watch.board import EVERYBODY, Board, Page, Slot, State, beyond
+from penstock.engine.watch.board import EVERYBODY, GATHER, Board, Page, Slot, State, beyond, kind_of
 from penstock.engine.watch.courier import HASTE, LINGER, Courier
 from penstock.engine.watch.failure import Failure, full_traceback, leave_for_torchrun, one_line
 from penstock.engine.watch.monitor import Monitor
@@ -40,6 +40,10 @@ def _left(rank: int) -> str:
     return f"rank {rank} has left its training loop, or evaluates, saves or switches in it"
 
 
+def _kind(kind: int) -> str:
+    return "a gather" if kind == GATHER else f"a broadcast from rank {kind - 1}"
+
+
 class Watch:
     """One a process. `timeout`: seconds that one rank may wait for another."""
 
@@ -53,6 +57,7 @@ class Watch:
         self.learned_at = 0.0
         self.news = threading.Event()
         self.raised = self.printed = self.ended = False
+        self.code = 1  # with which a rank of a run that failed ends
         self.shown: BaseException | None = None  # the exception whose traceback has been printed
         self.lock = threading.RLock()
         self.patience = Patience()
@@ -101,6 +106,8 @@ class Watch:
         if self.failure is None:
             self._check_ended(peer, now)
             self._check_together()
+        if self.failure is None and peer == EVERYBODY:
+            self._check_alike()
         if self.failure is None and self.patience.counted(now, waited) > self.timeout:
             self._time_out(peer, waited)
         if self.failure is not None:
@@ -127,6 +134,8 @@ class Watch:
                 say(full_traceback(error))
             say(f"{failure.line}\n")
             self.shown, self.printed = error, True
+            if isinstance(error, SystemExit) and isinstance(error.code, int):
+                self.code = error.code & 0xFF or 1  # the user's own; but to leave amid a step is no success
             self._declare(failure)
         leave_for_torchrun(error)
 
@@ -238,6 +247,22 @@ class Watch:
                 raise LeftAlone(f"{_left(self.rank)}, but rank {rank} goes on: {SAME}", self.rank)
             if beyond(mine[Slot.FED], page[Slot.LEAVING]) and not self.news.wait(NEWS):
                 self._declare(Failure(rank, f"{_left(rank)}, but rank {self.rank} goes on: {SAME}"))
+
+    def _check_alike(self) -> None:
+        """A rank of this host that has gone, or waits, in another kind of collective where this one waits: they have
+        been called in different orders, and never meet. As above, whoever left a loop lets the cause speak first."""
+        number, mine = self.board.page[Slot.COLLECTIVES], self.board.page
+        for rank, page in self.pages.items():
+            kinds = {self.rank: kind_of(mine, number), rank: kind_of(page.page, number)}
+            (a, one), (b, other) = sorted(kinds.items())
+            if one is None or other is None or one == other:
+                continue
+            words = f"rank {a} has come to {_kind(one)} and rank {b} to {_kind(other)} as collective {number}"
+            if mine[Slot.LEAVING]:
+                raise LeftAlone(f"{_left(self.rank)}, but rank {rank} goes on: {words}; {SAME}", self.rank)
+            away = f"{_left(rank)}, but rank {self.rank} goes on: " if page[Slot.LEAVING] else ""
+            if not self.news.wait(NEWS):
+                self._declare(Failure(rank, f"{away}{words}; {SAME}"))
 
     def _has_ended(self, rank: int) -> bool:
         if rank in self.pages:
