@@ -53,9 +53,20 @@ def test_models_of_different_seeds_become_rank_0s(tmp_path):
     assert found == wanted
 
 
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 3), ("gpipe", 2), ("zb-h1", 3)])
+def test_the_loss_is_the_same_on_every_rank_and_nobody_meets_for_it(tmp_path, schedule, ranks):
+    """It goes along with the last backward."""
+    found = result(tmp_path, ranks, schedule=schedule)
+    assert all(one == found[0] for one in found)
+    assert len(set(found[0]["losses"])) == 3
+    assert found[0]["met"] == 0
+
+
 def test_data_on_rank_0_alone_trains_the_same_and_all_ranks_get_the_same_losses(tmp_path):
     every = result(tmp_path / "every", 2)
     alone = result(tmp_path / "alone", 2, data="rank0")
+    for one in (*every, *alone):
+        del one["met"]  # batches from rank 0 are handed out by meeting
     assert every[0] == every[1] == alone[0] == alone[1]
     assert every[0]["kinds"] == ["shared"]
 

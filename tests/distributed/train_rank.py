@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.engine.watch.board import Slot
 from penstock.models.gpt import GPT
 
 torch.set_num_threads(1)
@@ -57,6 +58,12 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), target.flatten())
 
 
+def meetings(pipe: penstock.Pipeline) -> int:
+    """Of all ranks so far."""
+    watch = getattr(pipe.crew.world, "watch", None)
+    return 0 if watch is None else int(watch.board.page[Slot.COLLECTIVES])
+
+
 def main(asked: dict[str, Any]) -> None:
     mine = asked.get("who", -1) == RANK
     odd = asked.get("odd", "")
@@ -82,12 +89,15 @@ def main(asked: dict[str, Any]) -> None:
     )  # fmt: skip
     Odd.armed = mine or asked.get("who") == -2
     print(f"rank {RANK} begins as {os.getpid()}", flush=True)
-    losses = [step.loss for step in pipe.train(given)]
+    losses, met = [], []
+    for step in pipe.train(given):
+        losses.append(step.loss)
+        met.append(meetings(pipe))
     if asked.get("file"):
         state = pipe.state_dict()
         mark = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
         kinds = sorted(set(getattr(pipe.engine.lanes, "kinds", {}).values())) if hasattr(pipe.engine, "lanes") else []
-        found = {"losses": losses, "mark": mark, "kinds": kinds}
+        found = {"losses": losses, "mark": mark, "kinds": kinds, "met": met[-1] - met[0]}
         Path(f"{asked['file']}.{RANK}").write_text(json.dumps(found))
 
 
