@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 
 import pytest
 import torch
@@ -79,6 +81,32 @@ def test_attributes_that_another_thread_sets_are_not_refused():
     model.between = lambda: in_a_thread(lambda: setattr(model.blocks[0], "note", object()))
     pipe = pipeline(model, floats(4, 6, WIDTH), cuts=["blocks.1"])
     pipe.step(floats(5, 6, WIDTH))
+
+
+@pytest.mark.cpu_only
+def test_two_traces_at_once_leave_nothing_behind():
+    """The one that began first is over first."""
+    draw, inside, over = random.random, threading.Event(), threading.Event()
+
+    def first():
+        if not inside.is_set():
+            inside.set()
+            time.sleep(0.3)
+
+    def second():
+        over.wait(2)
+
+    def begins_later():
+        inside.wait(10)
+        pipeline(stack(second), floats(4, 6, WIDTH), cuts=["blocks.1"])
+
+    later = threading.Thread(target=begins_later)
+    later.start()
+    pipeline(stack(first), floats(4, 6, WIDTH), cuts=["blocks.1"])
+    over.set()
+    later.join()
+    assert random.random is draw
+    assert nn.Module.__setattr__.__module__ == "torch.nn.modules.module"
 
 
 @pytest.mark.cpu_only

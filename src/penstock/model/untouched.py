@@ -7,6 +7,7 @@ must not show it.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -67,17 +68,21 @@ class no_side_effects:
 
     Open code runs once on every stage: draws would differ and counts would be too high. Inside an atom all is well, as
     long as no other event reads what it has kept; `read` is told of every one that does. `now` is the running event.
+    One thread at a time: functions of `random` and of all modules are others meanwhile.
     """
+
+    one_at_a_time = threading.RLock()
 
     def __init__(self, walk: Walk, now: Callable[[], int], read: Callable[[int], None]) -> None:
         self.walk, self.now, self.read = walk, now, read
         self.kept_inside: dict[tuple[int, str], int] = {}  # (module, attribute) -> the event that has set it
 
     def __enter__(self) -> None:
+        self.held = [_contents(module) for module in self.walk.layout.open]
+        self.one_at_a_time.acquire()
         self.draws = {name: getattr(random, name) for name in _DRAWS}
         self.setattr = nn.Module.__setattr__
         self.settle()
-        self.held = [_contents(module) for module in self.walk.layout.open]
         for name, draw in self.draws.items():
             setattr(random, name, self._watched(draw))
         walk, keep = self.walk, self.setattr
@@ -93,6 +98,12 @@ class no_side_effects:
         nn.Module.__setattr__ = kept  # type: ignore[assignment,method-assign]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._leave(kind)
+        finally:
+            self.one_at_a_time.release()
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
         for name, function in self.draws.items():
             setattr(random, name, function)
         nn.Module.__setattr__ = self.setattr  # type: ignore[method-assign]
