@@ -39,6 +39,7 @@ class Mailing:
     def next_run(self) -> None:
         """Messages from now on belong to another run than those before: the same on every rank."""
         self.lanes.runs += 1
+        self._loss = b""  # an old one must never pass for that of this run
 
     def send(self, stage: int, microbatch: int, peer: int) -> None:
         job = self.acting.jobs[microbatch]

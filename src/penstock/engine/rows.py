@@ -7,7 +7,6 @@ and has to know of all that is out: small collectives share one set of tensors, 
 
 from __future__ import annotations
 
-import itertools
 import sys
 from time import monotonic, sleep
 
@@ -15,7 +14,6 @@ import torch
 
 SHORT = 1024  # bytes, with eight for the length: what a small collective carries
 HEAD = 8
-MINE = 3  # references to a tensor of a list that is looked at: the list's, the loop's and the question's
 LINGER = 1.0  # seconds that gloo's threads have for letting go
 
 
@@ -26,6 +24,7 @@ class Rows:
         self.size = size
         self._short = self._made(SHORT)
         self._long: list[torch.Tensor] = []  # of the last large collective
+        self._own = max(_references(self._short))  # while nobody else has any: how many differs between interpreters
 
     def packed(self, data: bytes, size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A row of so many bytes that begins with data and its length, and room for such a row of every rank."""
@@ -42,13 +41,22 @@ class Rows:
     def let_go(self) -> None:
         """Wait until nobody else holds a tensor."""
         until = monotonic() + LINGER
-        for tensor in itertools.chain(self._short, self._long):
-            # by torch's count, and by Python's, which torch changes when it has the lock
-            while (tensor._use_count() > 1 or sys.getrefcount(tensor) > MINE) and monotonic() < until:  # type: ignore[attr-defined]
-                sleep(0.001)
+        while self._out() and monotonic() < until:
+            sleep(0.001)
+
+    def _out(self) -> bool:
+        """By torch's count, and by Python's, which torch changes when it has the lock."""
+        every = [*self._short, *self._long]
+        counts = _references(every)
+        listed = 1  # `every` itself
+        return max(counts) > self._own + listed or any(tensor._use_count() > 1 for tensor in every)  # type: ignore[attr-defined]
 
     def _made(self, size: int) -> list[torch.Tensor]:
         return [torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(1 + self.size)]
+
+
+def _references(tensors: list[torch.Tensor]) -> list[int]:
+    return [sys.getrefcount(tensor) for tensor in tensors]
 
 
 def length(row: torch.Tensor) -> int:
