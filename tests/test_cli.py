@@ -310,3 +310,9 @@ def test_a_terminal_without_signs_and_a_full_disk_get_no_traceback(tmp_path):
         with open("/dev/full", "w") as full:  # noqa: PTH123
             done = subprocess.run([*words, "--json"], stdout=full, stderr=subprocess.PIPE, timeout=60)
         assert b"Traceback" not in done.stderr
+
+
+def test_the_package_itself_runs_as_the_command():
+    words = ("schedule", "1f1b", "--stages", "2", "--microbatches", "2")
+    done = subprocess.run([sys.executable, "-m", "penstock", *words], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == penstock(*words)

@@ -240,3 +240,21 @@ def test_a_wrong_environment_of_a_rank_gets_one_message(small, monkeypatch, comm
     monkeypatch.setenv("WORLD_SIZE", size)
     words = command.split() if command == "cluster measure" else [command, small]
     assert refused(*words).startswith(f"penstock: {said}")
+
+
+def test_one_step_on_workers_is_a_run_with_an_outcome(small, tmp_path):
+    flags = ("--steps", 1, "--json", "--report", tmp_path / "run.html")
+    told = json.loads(forked("train", small, *flags, **WORKERS).stdout)
+    assert told["losses"] == losses(forked("train", small, *flags, "--inline"))
+    assert 0 < told["timeline"]["bubble"] < 1
+    assert all(memory > 0 for memory in told["memory"])
+    assert "measured" in (tmp_path / "run.html").read_text()
+
+
+def test_a_resume_with_one_step_left_ends_in_its_outcome(small, tmp_path):
+    small.write_text(SMALL + f'checkpoint = "{tmp_path / "kept"}"\n')
+    whole = losses(forked("train", small, "--steps", 3, "--json", **WORKERS))
+    small.write_text(SMALL + f'checkpoint = "{tmp_path / "other"}"\n')
+    losses(forked("train", small, "--steps", 2, "--json", **WORKERS))
+    small.write_text(SMALL + f'resume = "{tmp_path / "other" / "step-2"}"\n')
+    assert losses(forked("train", small, "--steps", 3, "--json", **WORKERS)) == whole[2:]

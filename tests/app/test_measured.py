@@ -189,6 +189,11 @@ def test_memory_stands_beside_the_prediction():
     assert found.predicted().peak_activations.tolist() == [24.0, 16.0, 8.0]
 
 
+def test_one_step_has_a_memory_too():
+    built = lowered("1f1b", 3, 6)
+    assert as_measured(built, [readings(built)], first=0).memory() == alike(built).memory()
+
+
 def test_both_rows_of_an_overlapped_pair_span_it():
     built = lower(schedule("dualpipe-v", stages=2, microbatches=6, overlap=True))
     pair = np.flatnonzero(built.rows.op == Op.FB)

@@ -67,8 +67,8 @@ class Measured:
         return _met(simulate_costs(self.schedule, timed.costs(self.footprint)))
 
     def memory(self) -> list[RankMemory]:
-        """Of every rank, the most of all steps but the first."""
-        memory = self.predicted().memory
+        """Of every rank, the most of all steps but the first; of that where it was the only one."""
+        memory = self.predicted(slice(None)).memory  # bytes follow from the order of rows, whatever their times
         assert memory is not None
         measured = memory.standing[Kind.WEIGHTS] + self.added
         pairs = zip(memory.peak(self.schedule).tolist(), measured.tolist(), strict=True)

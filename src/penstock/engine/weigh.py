@@ -43,6 +43,7 @@ class Weigh:
         self.steps += 1
         if self.steps == 1:
             self.mark.begin()
+            self.mark.restart()
             return self._weighed
         if self.steps == 2:
             self.mark.restart()
