@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.errors import SplitError
-from penstock.model.materialise import is_weightless, materialise, traceable, weightless
+from penstock.model.materialise import is_weightless, materialise, weightless
 from penstock.model.split import Passage, Split
 
 
@@ -44,8 +44,7 @@ TOKENS = torch.arange(12).reshape(3, 4)
 
 
 def split_weightless(model, pieces):
-    with traceable(model, ((TOKENS,), {})) as (args, kwargs):
-        return Split(model, pieces, args, kwargs)
+    return Split(model, pieces, (TOKENS,), {})
 
 
 def test_a_weightless_model_has_buffers_and_no_weights():
@@ -109,7 +108,7 @@ def test_a_model_that_does_not_fit_twice_is_split_and_materialised_stage_by_stag
         import resource
         import torch
         from torch import nn
-        from penstock.model.materialise import materialise, traceable, weightless
+        from penstock.model.materialise import materialise, weightless
         from penstock.model.split import Split
 
         torch.set_num_threads(1)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.app.agree import agreed_split
 from penstock.app.crew import Crew, muster, require_agreement, same_weights, structure_of
 from penstock.app.equip import Chosen, Equipped, Floor, choose, describe, equip, require_sound
 from penstock.app.feed import Feed
@@ -31,7 +31,7 @@ from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
 from penstock.model.chain import Chain
 from penstock.model.layers import layers_of
-from penstock.model.materialise import is_weightless, materialise, traceable
+from penstock.model.materialise import is_weightless, materialise
 from penstock.model.offload import Offload, Swap
 from penstock.model.split import Split
 from penstock.model.stage import Recompute, Settings, Stage
@@ -70,14 +70,15 @@ def assemble(wanted: Wanted) -> Assembled:
         _agree(crew, model, chosen, wanted)
     if wanted.plan is not None:
         cuts = wanted.plan.cuts(layers_of(model, args, kwargs).names)
-    with traceable(model, (args, kwargs)) as (args, kwargs):
-        split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
-        require_sound(chosen, split.edges)
-        _require_once(split, settings)
-        if wanted.verify and not bare:
-            compare_with_whole(split, args, kwargs, device)
-        if not crew.alone:
-            _rehearse(split, args, kwargs)
+    split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
+    if not crew.alone:
+        split = agreed_split(crew, split, args, kwargs)
+    require_sound(chosen, split.edges)
+    _require_once(split, settings)
+    if wanted.verify and not bare:
+        compare_with_whole(split, args, kwargs, device)
+    if not crew.alone:
+        _rehearse(split, args, kwargs)
     if bare:
         materialise(model, _needed(split, crew.here), device, wanted.load)
     return _joined(wanted, crew, split, chosen, settings, feed)
@@ -122,7 +123,7 @@ def _joined(
     split.tracing = swap.whole
     if not crew.alone:
         release(model, [parameter for stage in stages for parameter in stage.parameters])
-        split.whole, split.tracing = False, partial(_hollow, split)
+        split.whole = False
         ties.spread()
     mail = TieMail(grouped(every), set(crew.here), lanes)
     names = {parameter: name for name, parameter in named.items()}
@@ -222,17 +223,3 @@ def _rehearse(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def _hollow(split: Split, inputs: Any) -> Iterator[Any]:
-    """A trace without weights, for inputs of a kind that the example was not."""
-    with traceable(split.model, inputs) as hollow:
-        try:
-            yield hollow
-        except (RuntimeError, NotImplementedError) as error:
-            raise SplitError(
-                "inputs of the example's kind, or a model whose path can be found without its weights",
-                f"others, and {type(error).__name__}: {str(error).splitlines()[0]}",
-                "make the Pipeline with an example of this kind",
-            ) from error

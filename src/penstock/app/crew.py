@@ -15,9 +15,9 @@ from penstock.engine.alone import Alone
 from penstock.engine.transport.lane import Message
 from penstock.engine.transport.packet import from_bytes, to_bytes
 from penstock.engine.world import World, join
-from penstock.errors import InputError, SplitError
+from penstock.errors import InputError
 from penstock.model import tree
-from penstock.model.split import Path
+from penstock.model.naming import leaf_places
 
 
 @dataclass(frozen=True)
@@ -58,37 +58,26 @@ class Crew:
             self.world.broadcast(_leaves(found), self.last)
             return found
         message = from_bytes(self.world.broadcast(None, self.last))
-        words = iter(json.loads(message.told))
+        words = json.loads(message.told)
+        places = iter(leaf_places(example))
 
         def leaf(_: Any) -> Any:
-            word = next(words)
+            word = words[next(places)]
             return message.values[word["at"]].to(device) if isinstance(word, dict) else word
 
         return tree.replace_leaves(example, leaf)
 
-    def require_lanes(self, path: Path, shape: Shape) -> None:
-        """Refuse a batch whose values take ways between ranks that the example's did not."""
-        if self.alone or path.edges == shape.edges:
-            return
-        far = {edge for edge in path.edges if self.placement[edge[0]] != self.placement[edge[1]]}
-        strange = sorted(far - set(shape.edges))
-        if strange:
-            raise SplitError(
-                "batches whose values cross between the stages that the example's cross between",
-                f"one from stage {strange[0][0]} to stage {strange[0][1]}",
-                "make the Pipeline with an example of this kind",
-            )
-
 
 def _leaves(result: Any) -> bytes:
+    """Tensors and plain values of a result, by their places in it, whose order may be another on another rank."""
     tensors: dict[int, torch.Tensor] = {}
-    words: list[Any] = []
-    for leaf in tree.leaves(result):
+    words: dict[str, Any] = {}
+    for place, leaf in zip(leaf_places(result), tree.leaves(result), strict=True):
         if isinstance(leaf, torch.Tensor):
-            words.append({"at": len(tensors)})
+            words[place] = {"at": len(tensors)}
             tensors[len(tensors)] = leaf
         else:
-            words.append(leaf if isinstance(leaf, (type(None), bool, int, float, str)) else None)
+            words[place] = leaf if isinstance(leaf, (type(None), bool, int, float, str)) else None
     return to_bytes(Message(tensors, json.dumps(words).encode()))
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.app.crew import Crew
 from penstock.app.feed import Feed
-from penstock.core.shape import Shape
 from penstock.errors import InputError
 from penstock.model.batch import as_call, piece, require_device, rows_of, spans
 from penstock.model.loss import Loss, read_loss
-from penstock.model.split import Path, Split
+from penstock.model.path import Path
+from penstock.model.seeding import mixed
+from penstock.model.split import Split
 from penstock.model.stage import Job
 
 Cut = int | list[tuple[int, int]]  # how many micro-batches, or the first and last row of each
@@ -25,42 +25,41 @@ Finish = Callable[[Any, Any, int], Any]  # of the model's result, the target and
 class MicroBatches:
     """Makes the jobs of a batch, for the engine to run."""
 
-    def __init__(self, split: Split, crew: Crew, feed: Feed, device: torch.device) -> None:
-        self.split, self.crew, self.feed, self.device = split, crew, feed, device
+    def __init__(self, split: Split, feed: Feed, device: torch.device, seed: int) -> None:
+        self.split, self.feed, self.device, self.seed = split, feed, device, seed
         self.trained = self._trained()
 
-    def jobs(
-        self, inputs: Any, target: Any, cut: Cut, finish: Finish, step: int, shape: Shape, first_number: int = 0
-    ) -> list[Job]:
+    def jobs(self, inputs: Any, target: Any, cut: Cut, finish: Finish, step: int, first_number: int = 0) -> list[Job]:
         call = as_call(inputs)
         self._notice_frozen()
         require_device((call, target), self.device)
         stamp, every = self.feed.stamp(inputs, target), rows_of(call, target)
         cut = spans(every, cut) if isinstance(cut, int) else cut
         jobs: list[Job] = []
-        path_of = self._paths(call, shape)
+        path_of = self._paths(call)
         for number, (first, last) in enumerate(cut):
             args, kwargs = piece(call, first, last, every)
             rows, wanted = last - first, piece(target, first, last, every)
             ending = _Finish(finish, wanted, rows)
-            job = Job(first_number + number, step, args, kwargs, rows, path_of(args, kwargs, rows), ending)
+            chance = mixed(self.seed, step, number)
+            path = path_of(args, kwargs, rows, chance)
+            job = Job(first_number + number, step, args, kwargs, rows, path, ending, chance=chance)
             job.last, job.part, job.stamp, job.mates = number == len(cut) - 1, number, stamp, jobs
             jobs.append(job)
         return jobs
 
     def _paths(
-        self, call: tuple[tuple[Any, ...], dict[str, Any]], shape: Shape
-    ) -> Callable[[tuple[Any, ...], dict[str, Any], int], Path]:
+        self, call: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> Callable[[tuple[Any, ...], dict[str, Any], int, int], Path]:
         """How to find the path of one of a batch's micro-batches. Where they are tensors and nobody looks at the data,
         those of as many rows take the same one."""
         outlook, known = self.split.outlook(), dict[int, Path]()
         plain = all(type(value) is torch.Tensor for value in (*call[0], *call[1].values()))
 
-        def path_of(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Path:
+        def path_of(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, chance: int) -> Path:
             found = known.get(rows)
             if found is None:
-                found = self.split.path(args, kwargs, outlook)
-                self.crew.require_lanes(found, shape)
+                found = self.split.path(args, kwargs, outlook, chance)
                 if plain and not found.trace.answers:
                     known[rows] = found
             return found

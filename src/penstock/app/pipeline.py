@@ -36,9 +36,9 @@ from penstock.engine.stream import InlineStream, WorkerStream
 from penstock.engine.worker import Worker
 from penstock.errors import InputError
 from penstock.model import tree
-from penstock.model.batch import ApartError, as_call, join, rows_of, spans, uneven_spans
+from penstock.model.batch import ApartError, as_call, join, piece, rows_of, spans, uneven_spans
 from penstock.model.loss import Total, total_of
-from penstock.model.seeding import random_states_kept
+from penstock.model.seeding import mixed, random_states_kept
 from penstock.model.split import PathChangedError
 from penstock.model.stage import Job
 from penstock.model.untouched import untouched
@@ -115,7 +115,7 @@ class Pipeline:
         self.norms, self.buffers = parts.norms, parts.buffers
         self.crew, self.stages, self.optimizers = self.floor.crew, self.floor.stages, self.floor.optimizers
         self.settings, self.device = self.floor.settings, self.floor.settings[0].device
-        self.micro_batches = MicroBatches(self.split, self.crew, self.feed, self.device)
+        self.micro_batches = MicroBatches(self.split, self.feed, self.device, self.wanted.seed)
         self._take_up(parts.equipped)
 
     def _take_up(self, equipped: Equipped) -> None:
@@ -208,11 +208,12 @@ class Pipeline:
         self.settle()
         inputs, _ = self.feed.one(inputs, None)
         rows = rows_of(as_call(inputs))
-        found, apart = self._together(inputs, [(0, rows)] if self.apart else uneven_spans(rows, self.microbatches))
+        cut = [(0, rows)] if self.apart else uneven_spans(rows, self.microbatches)
+        found, apart = self._together(inputs, cut)
         if apart:  # such a model's batches run as one from now on
-            self.apart = True
-            found, _ = self._together(inputs, [(0, rows)])
-        return self.crew.result(found, self._example_result(inputs), self.device)
+            self.apart, cut = True, [(0, rows)]
+            found, _ = self._together(inputs, cut)
+        return self.crew.result(found, self._example_result(inputs, *cut[0]), self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole model's state under its own names, on every rank."""
@@ -341,11 +342,11 @@ class Pipeline:
             results: list[Any] = self._again(lambda: self.engine.forward(self._jobs(inputs, target, cut, finish)))
         return results if self.crew.world.rank == self.crew.last else []
 
-    def _example_result(self, inputs: Any) -> Any:
-        """The structure of the model's result for such inputs."""
-        args, kwargs = as_call(inputs)
+    def _example_result(self, inputs: Any, first: int, last: int) -> Any:
+        """The structure of the model's result for such inputs, as their first micro-batch has it."""
+        args, kwargs = piece(as_call(inputs), first, last)
         with torch.no_grad():
-            return self.split.path(args, kwargs).trace.result
+            return self.split.path(args, kwargs, chance=mixed(self.wanted.seed, self.index, 0)).trace.result
 
     def _require_loss(self) -> LossFunction:
         if self.loss is None:
@@ -356,7 +357,7 @@ class Pipeline:
         self, inputs: Any, target: Any, cut: Cut, finish: Finish, step: int | None = None, first_number: int = 0
     ) -> list[Job]:
         step = self.index if step is None else step
-        return self.micro_batches.jobs(inputs, target, cut, finish, step, self.schedule.shape, first_number)
+        return self.micro_batches.jobs(inputs, target, cut, finish, step, first_number)
 
     def mini_batch(self, inputs: Any, target: Any, step: int, first_number: int) -> list[Job]:
         """The micro-batches of one mini-batch, numbered from `first_number` on."""

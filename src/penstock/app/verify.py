@@ -17,6 +17,7 @@ from penstock.model import tree
 from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
 from penstock.model.loss import Loss
+from penstock.model.replay import Passage, Replay
 from penstock.model.split import Split
 from penstock.model.stage import Job, Settings, Stage
 from penstock.model.untouched import copied, untouched
@@ -69,7 +70,15 @@ def _require_close(name: str, wanted: torch.Tensor | None, found: torch.Tensor |
 def _whole(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     with untouched(split.model, split.first.trace.generators, split.first.trace.written), torch.enable_grad():
         args, kwargs = copied((args, kwargs))
-        return _gradients(split, _weighed(split.model(*args, **kwargs)))
+        return _gradients(split, _weighed(_plain_result(split, args, kwargs)))
+
+
+def _plain_result(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of the model itself; where its own code draws random numbers, of the same draws as the stages'."""
+    seen = split.first.trace
+    if all(event.seed is None for event in seen.events):
+        return split.model(*args, **kwargs)
+    return Replay(split.layout, seen, (0, len(seen.events)), {}, frozenset(), Passage()).run(args, kwargs)
 
 
 def _in_parts(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Found:

@@ -10,11 +10,11 @@ import torch
 
 from penstock.engine.acting import Acting
 from penstock.engine.lanes import Lanes
-from penstock.engine.told import hear, tell
+from penstock.engine.told import hear, other_forward, tell
 from penstock.engine.transport.lane import Key, LaneName, Message
 from penstock.errors import InputError
 from penstock.model.loss import Total, total_of
-from penstock.model.stage import Job
+from penstock.model.stage import Job, Values
 
 
 class Mailing:
@@ -43,7 +43,9 @@ class Mailing:
 
     def send(self, stage: int, microbatch: int, peer: int) -> None:
         job = self.acting.jobs[microbatch]
-        message = Message(self.acting.desk.leave(stage, peer, microbatch), self._told(job, stage, peer), job.stamp)
+        known = job.path.trace.values
+        named = {known[v].key: tensor for v, tensor in self.acting.desk.leave(stage, peer, microbatch).items()}
+        message = Message(named, self._told(job, stage, peer), job.stamp)
         self.lanes.senders[LaneName(stage, peer)].send(Key(self.lanes.runs, microbatch), message)
 
     def receive(self, stage: int, microbatch: int, peer: int) -> None:
@@ -55,7 +57,7 @@ class Mailing:
                 f"another on the rank of stage {peer} than on that of stage {stage}",
                 "give every rank the same data (seed the loader alike), or give it on one rank with data='rank0'",
             )
-        values = message.values
+        values = _numbered(job, stage, peer, message.values)
         if not self.on_host:
             values = {value: tensor.to(self.device) for value, tensor in values.items()}
         self._heard(job, stage, peer, message.told)
@@ -102,3 +104,20 @@ class Mailing:
         self.acting.forward(stage, job)
         for target in sorted({*job.path.routes[stage], min(stage + 1, last)} - {*here}):
             self.send(stage, job.number, target)
+
+
+def _numbered(job: Job, stage: int, peer: int, named: Values) -> Values:
+    """What another stage has sent, by this rank's own numbers of the values. It must be what this rank's forward has
+    the two exchange."""
+    path = job.path
+    known = path.crossing
+    try:
+        values = {known[name]: tensor for name, tensor in named.items()}
+    except KeyError:
+        unknown = sum(name not in known for name in named)
+        raise other_forward(f"{unknown} values from stage {peer} to {stage} that this one does not have") from None
+    wanted = path.routes[peer].get(stage, ()) if peer < stage else values
+    for value in wanted:
+        if value not in values:
+            raise other_forward(f"nothing in place of {path.describe(value)}, from stage {peer} to {stage}")
+    return values

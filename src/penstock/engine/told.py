@@ -6,14 +6,13 @@ Both ends know the trace, so only what differs from it is told: nothing at all w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
 from penstock.errors import SplitError
 from penstock.model import tree
+from penstock.model.naming import leaf_places
 from penstock.model.replay import Passage
 from penstock.model.trace import Trace
 
@@ -24,17 +23,19 @@ def tell(passage: Passage, seen: Trace) -> bytes:
     """The words for a passage, as far as it is not what the trace has."""
     if not (passage.shapes or passage.plain or passage.grads):
         return b""
+    values = seen.values
     shapes = {
-        value: [list(shape), _name(dtype)]
+        values[value].key: [list(shape), _name(dtype)]
         for value, (shape, dtype) in passage.shapes.items()
-        if (shape, dtype) != (seen.values[value].shape, seen.values[value].dtype)
+        if (shape, dtype) != (values[value].shape, values[value].dtype)
     }
     plain = {}
     for event, result in passage.plain.items():
-        words = [_word(leaf, seen.events[event].name) for leaf in tree.leaves(result)]
-        if words != [_word(leaf, seen.events[event].name) for leaf in tree.leaves(seen.results[event])]:
-            plain[event] = words
-    told = [shapes, plain, passage.grads]
+        name = seen.events[event].name
+        words = _words(result, name)
+        if words != _words(seen.results[event], name):
+            plain[seen.events[event].key] = words
+    told = [shapes, plain, {values[value].key: grad for value, grad in passage.grads.items()}]
     return json.dumps(told).encode() if any(told) else b""
 
 
@@ -43,16 +44,35 @@ def hear(words: bytes, passage: Passage, seen: Trace) -> None:
     if not words:
         return
     shapes, plain, grads = json.loads(words)
-    passage.grads.update({int(value): grad for value, grad in grads.items()})
-    for value, (shape, dtype) in shapes.items():
-        passage.shapes[int(value)] = (tuple(shape), getattr(torch, dtype))
-    for event, leaves in plain.items():
-        heard = map(_leaf, leaves)
-        passage.plain[int(event)] = tree.replace_leaves(seen.results[int(event)], partial(_following, heard))
+    values, events = seen.value_names, seen.event_names
+    try:
+        passage.grads.update({values[int(key)]: grad for key, grad in grads.items()})
+        for key, (shape, dtype) in shapes.items():
+            passage.shapes[values[int(key)]] = (tuple(shape), getattr(torch, dtype))
+        for key, leaves in plain.items():
+            event = events[int(key)]
+            passage.plain[event] = _with_leaves(seen.results[event], leaves)
+    except KeyError:
+        raise other_forward("a call that this one does not make") from None
 
 
-def _following(heard: Iterator[Any], _: Any) -> Any:
-    return next(heard)
+def _with_leaves(result: Any, leaves: dict[str, Any]) -> Any:
+    places = iter(leaf_places(result))
+    return tree.replace_leaves(result, lambda _: _leaf(leaves[next(places)]))
+
+
+def other_forward(came: str) -> SplitError:
+    """The error for ranks whose forwards do not do the same."""
+    return SplitError(
+        "the same forward on every rank",
+        f"one of another rank with {came}",
+        "go through lists or sorted(...) in place of sets, and let nothing depend on id() or on unseeded random "
+        "numbers",
+    )
+
+
+def _words(result: Any, name: str) -> dict[str, Any]:
+    return {place: _word(leaf, name) for place, leaf in zip(leaf_places(result), tree.leaves(result), strict=True)}
 
 
 def _leaf(word: Any) -> Any:

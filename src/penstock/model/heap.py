@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -37,8 +38,9 @@ class Heap:
         """What autograd saves in here is added."""
 
         def pack(tensor: Tensor) -> Tensor:
-            self.add(tensor)
-            return tensor.detach()  # a graph must not hold its own results: it would never be freed
+            with torch._C.DisableTorchFunction():  # a walk would take these for functions that the model calls
+                self.add(tensor)
+                return tensor.detach()  # a graph must not hold its own results: it would never be freed
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield

@@ -10,7 +10,6 @@ from torch import nn
 
 from penstock.core.profile import Sent
 from penstock.errors import SplitError
-from penstock.model.materialise import traceable
 from penstock.model.pieces import piece_names
 from penstock.model.split import Split
 
@@ -89,9 +88,8 @@ def layers_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     The weights may be missing. Nothing of the model is changed.
     """
     kind = type(model).__name__  # the name of a model that is one layer
-    with traceable(model, (args, kwargs)) as (args, kwargs):
-        try:
-            names, seen = piece_names(model, args, kwargs)
-            return Layers(Split(model, max(len(names), 1), args, kwargs, names[1:], seen), names or [kind])
-        except SplitError as reason:
-            return Layers(Split(model, 1, args, kwargs), [kind], reason)
+    try:
+        names, seen = piece_names(model, args, kwargs)
+        return Layers(Split(model, max(len(names), 1), args, kwargs, names[1:], seen), names or [kind])
+    except SplitError as reason:
+        return Layers(Split(model, 1, args, kwargs), [kind], reason)

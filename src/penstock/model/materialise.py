@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from penstock.errors import SplitError
-from penstock.model import tree
 
 Load = Callable[[str], torch.Tensor]  # the weights of a parameter, by its name in the model
 
@@ -67,29 +66,6 @@ def _no_initialisation() -> Iterator[None]:
 
 def is_weightless(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-@contextlib.contextmanager
-def traceable(model: nn.Module, inputs: Any) -> Iterator[Any]:
-    """Inputs to trace a model with: these, or for a weightless model empty ones, its buffers being empty meanwhile."""
-    if not is_weightless(model):
-        yield inputs
-        return
-    buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    weights = [
-        (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None and not p.is_meta
-    ]
-    for module, name, buffer in buffers:
-        module._buffers[name] = buffer.to("meta")
-    for module, name, weight in weights:
-        module._parameters[name] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
-    try:
-        yield tree.replace(inputs, lambda tensor: tensor.to("meta"))
-    finally:
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
-        for module, name, weight in weights:
-            module._parameters[name] = weight
 
 
 def materialise(

@@ -110,13 +110,13 @@ class Swap:
             self._have({id(p): p for p in self.used[stage]})
 
     @contextmanager
-    def whole(self, inputs: Any) -> Iterator[Any]:
-        """All weights on the device, for a run of the whole model on these inputs."""
+    def whole(self) -> Iterator[None]:
+        """All weights on the device, for a run of the whole model."""
         before = dict(self.here)
         if not self.idle:
             self._have({id(p): p for stage in self.used for p in stage})
         try:
-            yield inputs
+            yield
         finally:
             self._have(before)
 

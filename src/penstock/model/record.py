@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,8 +17,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import SplitError
 from penstock.model import tree
+from penstock.model.absent import without_weights, written_out
+from penstock.model.additions import Containers
 from penstock.model.batchnorm import is_deferred
-from penstock.model.seeding import draws, other_draws
+from penstock.model.fakes import HOME, is_fake
+from penstock.model.materialise import is_weightless
+from penstock.model.naming import alike, name_of, places, settle_names
+from penstock.model.seeding import draws, mixed, set_draws, torch_seeded
 from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow
 from penstock.model.untouched import copied, no_side_effects, untouched
 from penstock.model.walk import Layout, Walk, users_line
@@ -27,21 +33,35 @@ _whole: set[Any] = {torch.ops.prim.device.default}  # operations that torch does
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, type)
 
 
-def trace(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Run the model once on an example and write it down. Nothing of the model or the random state is changed."""
+def trace(
+    layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int = 0, weights: bool = True
+) -> Trace:
+    """Run the model once on an example and write it down. Nothing of the model or the random state is changed.
+
+    Random numbers that open code draws depend on `chance`. Without `weights`, or where some are missing, stand-ins take
+    the places of all: every process then traces alike.
+    """
     given = tree.tensors((args, kwargs))
-    try:
-        seen = _recorded(layout, copied((args, kwargs)), saved_tensors_hooks(lambda tensor: None, _unsaved))
-    except _UnsavedError:  # the forward itself asks for gradients
-        seen = _recorded(layout, copied((args, kwargs)), nullcontext())
+
+    def find() -> Trace:
+        try:
+            return _recorded(layout, copied((args, kwargs)), chance, saved_tensors_hooks(lambda tensor: None, _unsaved))
+        except _UnsavedError:  # the forward itself asks for gradients
+            return _recorded(layout, copied((args, kwargs)), chance, nullcontext())
+
+    bare = not weights or is_weightless(layout.model)
+    home = next((tensor.device for tensor in given), HOME)
+    seen = without_weights(layout.model, home, find) if bare else find()
+    layout.read_parameters()
     _refuse_shared_inputs(seen, given)
     return seen
 
 
-def _recorded(layout: Layout, inputs: Any, saving: AbstractContextManager[Any]) -> Trace:
+def _recorded(layout: Layout, inputs: Any, chance: int, saving: AbstractContextManager[Any]) -> Trace:
     args, kwargs = inputs
+    layout.read_parameters()
     with untouched(layout.model), _Operations(Written(layout)) as counter, saving:
-        recorder = _Recorder(layout, inputs, counter)
+        recorder = _Recorder(layout, inputs, counter, chance)
         try:
             with recorder.effects:
                 output = recorder.forward(args, kwargs)
@@ -61,9 +81,12 @@ def _unsaved(_: None) -> torch.Tensor:
 
 
 class _Recorder(Walk):
-    def __init__(self, layout: Layout, inputs: Any, counter: _Operations) -> None:
+    def __init__(self, layout: Layout, inputs: Any, counter: _Operations, chance: int) -> None:
         super().__init__(layout)
-        self.counter = counter
+        self.counter, self.chance = counter, chance
+        self.drawn: Counter[int] = Counter()  # events with random numbers, by what they are alike in
+        # weights that are stand-ins of one row each
+        self.repeated = any(not is_fake(p) and 0 in p.stride() and p.numel() > 1 for p in layout.model.parameters())
         self.effects = no_side_effects(self, lambda: len(self.events), self.state_read)
         self.events: list[Event] = []
         self.values: list[Value] = []
@@ -83,16 +106,16 @@ class _Recorder(Walk):
         self.constants: set[int] = set()
         self.generators: dict[torch.Generator, torch.Tensor] = {}  # that were drawn from, and their states before
         self.own = False  # the running event drew from one of them
-        for tensor in tree.tensors(inputs):
-            self.add(tensor, -1, free=True)
+        for tensor, where in zip(tree.tensors(inputs), places(inputs), strict=True):
+            self.add(tensor, -1, True, name_of("input", where))
         self.inputs = len(self.values)
         self.buffers = dict(layout.model.named_buffers())
         self.buffer_names = {id(buffer): name for name, buffer in self.buffers.items()}
         self.versions = {name: _version(buffer) for name, buffer in self.buffers.items()}
-        for buffer in self.buffers.values():
-            self.add(buffer, -1, free=True)
+        for name, buffer in self.buffers.items():
+            self.add(buffer, -1, True, name_of("buffer", name))
 
-    def add(self, tensor: torch.Tensor, made_by: int, free: bool) -> int:
+    def add(self, tensor: torch.Tensor, made_by: int, free: bool, key: int) -> int:
         self.kept.append(tensor)
         self.known[id(tensor)] = len(self.values)
         size = tensor.numel() * tensor.element_size()
@@ -100,7 +123,7 @@ class _Recorder(Walk):
         if storage:
             self.memory.setdefault(storage, {})[id(tensor)] = tensor
         shape = tuple(tensor.shape)
-        self.values.append(Value(made_by, free, tensor.requires_grad, size, storage, shape, tensor.dtype))
+        self.values.append(Value(made_by, free, tensor.requires_grad, size, storage, shape, tensor.dtype, key))
         return len(self.values) - 1
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -110,10 +133,10 @@ class _Recorder(Walk):
             return value
         maker = self.born.get(tensor)
         if maker is not None and maker < len(self.events):
-            value = self.add(tensor, maker, free=self.events[maker].free)
+            value = self.add(tensor, maker, self.events[maker].free, name_of("aside", self.events[maker].alike))
             self.note("sides", "a tensor", value)
         else:
-            value = self.add(tensor, -1, free=True)
+            value = self.add(tensor, -1, True, name_of("constant", tuple(tensor.shape), tensor.dtype))
         self.constants.add(value)
         return value
 
@@ -124,6 +147,9 @@ class _Recorder(Walk):
         module = None if name.startswith("(") else self.layout.model.get_submodule(name)
         own = () if module is None else (*module.parameters(), *module.buffers())
         names = {self.layout.parameters.get(id(tensor)) or self.buffer_names.get(id(tensor), "") for tensor in own}
+        if self.repeated and module is not None:
+            with written_out(module):
+                return self.event(name, True, names, call, args, kwargs)
         return self.event(name, True, names, call, args, kwargs)
 
     def glue(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,13 +164,15 @@ class _Recorder(Walk):
         self.used = used | {
             self.layout.parameters.get(id(t)) or self.buffer_names.get(id(t), "") for t in tree.tensors((args, kwargs))
         }
+        shared = alike(name, (args, kwargs), self.called)
         versions, before = [_version(tensor) for tensor in given], self.counter.total
         self.counter.mark = 0
-        drawn, elsewhere = draws(), other_draws()
+        drawn = draws()
         self.own = self.met_generators(args, kwargs)
         written = self.counter.written
         writes = written.writes
         written.setting(call, args)
+        containers = Containers((args, kwargs)) if atom else None
         result = self.native(call, args, kwargs)
         self.effects.settle()
         if not atom and written.writes > writes:
@@ -155,17 +183,37 @@ class _Recorder(Walk):
             self.looked(name, given, result)
             return result
         drew = self.own or not all(map(torch.equal, drawn, draws()))
-        if atom and (drew or elsewhere != other_draws()):
+        seed = None
+        if drew and not (atom or self.own or changed) and self.is_free(given, made):
+            self.drawn[shared] += 1
+            seed = name_of(shared, self.drawn[shared])
+            set_draws(drawn)
+            with torch_seeded(mixed(self.chance, seed)):
+                result = self.native(call, args, kwargs)
+        if atom:
             result = self.apart(result, changed)
-        fixed = atom or drew or bool(changed)
+        additions = containers.additions() if containers is not None else []
+        free = seed is not None or not (atom or drew or changed)
         flops, mark = self.counter.total - before, self.counter.mark
-        self.record(Event(name, atom, users_line(), (), (), (), (), (), not fixed, flops, mark), given, result, changed)
+        event = Event(name, atom, users_line(), (), (), (), (), (), free, flops, mark, alike=shared, seed=seed)
+        fixed, where = self.layout.parameters, places((args, kwargs))
+        at = [p for t, p in zip(tree.tensors((args, kwargs)), where, strict=True) if id(t) not in fixed]
+        event = replace(event, places=tuple(at), additions=tuple(addition for addition, _ in additions))
+        self.record(event, given, (result, [value for _, value in additions]) if additions else result, changed)
         return result
 
+    def called(self, tensor: torch.Tensor) -> object:
+        """The name of a tensor that an event is given."""
+        name = self.layout.parameters.get(id(tensor))
+        return self.values[self.number(tensor)].key if name is None else name
+
+    def is_free(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+        """Whether what a function made depends on nothing but inputs."""
+        return all(self.values[self.number(t)].free for t in given) and not any(t.requires_grad for t in made)
+
     def apart(self, result: Any, changed: list[torch.Tensor]) -> Any:
-        """The result of an atom that drew random numbers, as a value of its own. One that leaves itself out by chance
-        returns what it was given, and the next time something else: later stages must not take the one for the
-        other."""
+        """The result of an atom, in which what it returns as it was given is a value of its own: the next time it may
+        return something else, and later stages must not take the one for the other."""
         same = self.given - {id(tensor) for tensor in changed}
         return tree.replace(result, lambda t: torch.ops.aten.alias(t) if id(t) in same else t)
 
@@ -192,13 +240,24 @@ class _Recorder(Walk):
         reads = tuple(self.number(tensor) for tensor in given)
         for value in reads:
             self.values[value].read_by.append(at)
-        made = [tensor for tensor in tree.tensors(result) if id(tensor) not in self.layout.parameters]
+        fixed = self.layout.parameters
+        made = [tensor for tensor in tree.tensors(result) if id(tensor) not in fixed]
         parameters = tuple(sorted(name for name in self.used if name and name not in self.buffers))
         free = event.free and not parameters and all(self.values[value].free for value in reads)
         free = free and not any(tensor.requires_grad for tensor in made)
         shared = {id(t): t for one in changed for t in self.memory.get(place(one), {id(one): one}).values()}
-        changes = tuple((self.known[i], self.add(tensor, at, False)) for i, tensor in shared.items())
-        makes = tuple(self.known[id(t)] if id(t) in self.known else self.add(t, at, free) for t in made)
+        changes = tuple(
+            (
+                self.known[i],
+                self.add(tensor, at, False, name_of("changed", event.alike, self.values[self.known[i]].key)),
+            )
+            for i, tensor in shared.items()
+        )
+        named = [(t, p) for t, p in zip(tree.tensors(result), places(result), strict=True) if id(t) not in fixed]
+        makes = tuple(
+            self.known[id(t)] if id(t) in self.known else self.add(t, at, free, name_of(event.alike, place))
+            for t, place in named
+        )
         self.events.append(
             replace(
                 event,
@@ -210,12 +269,10 @@ class _Recorder(Walk):
                 free=free,
                 loose=any(value in self.constants for value in reads),
                 talks=any(not isinstance(leaf, (torch.Tensor, type(None))) for leaf in tree.leaves(result)),
-                aliases=tuple(value for value in makes if value in reads),
                 region=self.region(),
             )
         )
-        parts = self.layout.parameters
-        self.results.append(tree.replace(result, lambda t: t if id(t) in parts else hollow(t)))
+        self.results.append(tree.replace(result, lambda t: t if id(t) in fixed else hollow(t)))
 
     def region(self) -> int | None:
         """The user's checkpoint around open code: what it keeps is recomputed as a whole."""
@@ -258,13 +315,14 @@ class _Recorder(Walk):
                 maker = self.born.get(tensor) if maker is None else maker
                 if maker is not None and 0 <= maker < len(self.events) and not self.events[maker].free:
                     self.given.add(id(tensor))  # noted once
-                    known = id(tensor) in self.known
-                    self.note("sides", "a tensor", self.known[id(tensor)] if known else self.add(tensor, maker, False))
+                    if id(tensor) not in self.known:
+                        self.add(tensor, maker, False, name_of("aside", self.events[maker].alike))
+                    self.note("sides", "a tensor", self.known[id(tensor)])
 
     def state_read(self, made_by: int) -> None:
         """Something read what an event has kept on a module: a value that cannot be sent."""
         if made_by < len(self.events):
-            self.values.append(Value(made_by, False, False, 0, 0, (), torch.uint8))
+            self.values.append(Value(made_by, False, False, 0, 0, (), torch.uint8, 0))
             self.note("sides", "an attribute", len(self.values) - 1)
 
     def finished(self, output: Any) -> Trace:
@@ -273,6 +331,7 @@ class _Recorder(Walk):
             if value >= 0:
                 self.values[value].read_by.append(len(self.events))
         self.settle_buffers()
+        settle_names(self.events, self.values, returned)
         read = {value for event in self.events for value in event.reads} | {v for v in returned if v >= 0}
         numbers = {name: self.inputs + at for at, name in enumerate(self.buffers)}
         before = {value for event in self.events for value, _ in event.changes}

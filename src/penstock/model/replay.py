@@ -15,7 +15,8 @@ import torch
 
 from penstock.errors import SplitError
 from penstock.model import tree
-from penstock.model.seeding import draws
+from penstock.model.additions import Place, add, added, list_lengths
+from penstock.model.seeding import draws, mixed, torch_seeded
 from penstock.model.trace import DATA, HOOKS, Event, Trace, answer, hollow
 from penstock.model.walk import Layout, Walk, users_line
 
@@ -83,8 +84,11 @@ class Replay(Walk):
         passage: Passage,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
         stop: int | None = None,
+        chance: int = 0,
     ) -> None:
         super().__init__(layout)
+        self.strict = span[0] == span[1]  # nothing but a question: do these inputs take this path?
+        self.chance = chance  # what random numbers that open code draws depend on
         self.stop = span[1] if stop is None else stop  # the event at which to leave
         self.plan, self.span, self.wanted, self.passage = plan, span, wanted, passage
         self.received = dict(received)
@@ -102,6 +106,7 @@ class Replay(Walk):
         if self.span[1] == 0:
             return None
         args, kwargs = self.meet_inputs((args, kwargs))
+        self.made.update((value, t) for value, t in self.received.items() if value in self.wanted)  # handed on
         try:
             result = self.forward(args, kwargs)
         except Done:
@@ -253,25 +258,23 @@ class Replay(Walk):
         event = self.plan.events[at]
         if first <= at < last or event.free:
             return self.act(at, event, call, args, kwargs)
-        return self.skip(at, event)
+        return self.skip(at, event, (args, kwargs))
 
     def act(
         self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         args, kwargs = self.arguments(event, args, kwargs)
-        if event.atom:
-            with self.around():
-                result = self.native(call, args, kwargs)
-        else:
-            result = self.native(call, args, kwargs)
+        lengths = list_lengths((args, kwargs), event.additions) if event.additions else {}
+        result = self.acted(event, call, args, kwargs)
         for before, after in event.changes:
             self.changed(before, after)
-        if event.aliases and event.atom:
-            self.require_aliases(event, result)
+        if event.atom:
+            result = self.apart(event, result, args, kwargs)
         if type(result) is torch.Tensor and len(event.makes) == 1:  # nearly all
             self.keep(result, event.makes[0])
             return result
-        made = [t for t in tree.tensors(result) if not self.layout.is_parameter(t)]
+        whole = (result, self.added(event, (args, kwargs), lengths)) if event.additions else result
+        made = [t for t in tree.tensors(whole) if not self.layout.is_parameter(t)]
         if len(made) != len(event.makes):
             raise PathChangedError(
                 f"{event.name} at {users_line()} gave {len(made)} tensors, its trace {len(event.makes)}"
@@ -279,16 +282,35 @@ class Replay(Walk):
         for tensor, value in zip(made, event.makes, strict=True):
             self.keep(tensor, value)
         if event.talks and not event.free:
-            self.passage.plain[at] = tree.replace(result, hollow)
+            self.passage.plain[at] = tree.replace(whole, hollow)
         return result
 
-    def require_aliases(self, event: Event, result: Any) -> None:
-        """What an atom returned as it was given, on its trace, other stages have from whoever made it."""
-        made = [t for t in tree.tensors(result) if not self.layout.is_parameter(t)]
-        for tensor, value in zip(made, event.makes, strict=False):  # how many there must be is asked elsewhere
-            known = (self.tensor.get(value), self.received.get(value))
-            if value in event.aliases and not any(tensor is one for one in known):
-                raise PathChangedError(f"{event.name} at {users_line()} made what it had returned as it was given")
+    def apart(self, event: Event, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an atom, in which what it returns as it was given is a value of its own, as on the trace."""
+        if type(result) is torch.Tensor and not any(result is one for one in (*args, *kwargs.values())):
+            return result  # nearly all
+        changed = {after for _, after in event.changes}
+        given = {id(t) for t in tree.tensors((args, kwargs)) if self.value.get(id(t)) not in changed}
+        return tree.replace(result, lambda t: torch.ops.aten.alias(t) if id(t) in given else t)
+
+    def acted(self, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an event's own call."""
+        if event.atom:
+            with self.around():
+                return self.native(call, args, kwargs)
+        if event.seed is not None:
+            with torch_seeded(mixed(self.chance, event.seed)):
+                return self.native(call, args, kwargs)
+        return self.native(call, args, kwargs)
+
+    def added(self, event: Event, given: Any, lengths: dict[Place, int]) -> list[Any]:
+        """The values that an event has put into containers of its arguments, as it did on its trace."""
+        try:
+            return added(given, event.additions, lengths)
+        except LookupError:
+            raise PathChangedError(
+                f"{event.name} at {users_line()} without what it added to a container it was given"
+            ) from None
 
     def arguments(
         self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -333,7 +355,17 @@ class Replay(Walk):
             self.meet(held, after)
         self.keep(self.received.get(before, held), after)
 
-    def skip(self, at: int, event: Event) -> Any:
+    def require_reads(self, event: Event, given: Any) -> None:
+        """An event that is skipped must be given what it was given on the trace, or it is another one."""
+        if event.loose:
+            return
+        fixed, tensors = self.layout.is_parameter, tree.tensors(given)
+        if tuple(self.value.get(id(t)) for t in tensors if not fixed(t)) != event.reads:
+            raise PathChangedError(f"{event.name} at {users_line()} of other tensors than on its trace")
+
+    def skip(self, at: int, event: Event, given: Any) -> Any:
+        if self.strict:
+            self.require_reads(event, given)
         for before, after in event.changes:
             if before in self.tensor:
                 self.meet(self.tensor[before], after)
@@ -341,7 +373,12 @@ class Replay(Walk):
         if type(kept) is torch.Tensor and len(event.makes) == 1:  # nearly all
             return self.stand_in(kept, event.makes[0])
         fixed, numbers = self.layout.is_parameter, iter(event.makes)
-        return tree.replace(kept, lambda t: t if fixed(t) else self.stand_in(t, next(numbers)))
+        whole = tree.replace(kept, lambda t: t if fixed(t) else self.stand_in(t, next(numbers)))
+        if not event.additions:
+            return whole
+        result, values = whole
+        add(given, event.additions, values)
+        return result
 
     def stand_in(self, example: torch.Tensor, value: int) -> torch.Tensor:
         """What open code gets in place of a skipped event's result."""

@@ -7,6 +7,8 @@ when its forward is run a second time.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -39,15 +41,30 @@ def seed_all(number: int, device: torch.device) -> None:
     np.random.seed(number & 0xFFFFFFFF)
 
 
+@contextmanager
+def torch_seeded(number: int) -> Iterator[None]:
+    """Torch's generators draw from a seed of their own in here, and go on afterwards where they were."""
+    before = draws()
+    torch.default_generator.manual_seed(number)
+    if len(before) > 1:
+        _on_device(torch.device("cuda")).manual_seed(number)
+    try:
+        yield
+    finally:
+        set_draws(before)
+
+
 def draws() -> list[torch.Tensor]:
     """Torch's random states: a function that moves them must run on one stage only."""
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return [torch.random.get_rng_state(), *cuda]
 
 
-def other_draws() -> tuple[object, ...]:
-    """Python's and NumPy's random states."""
-    return random.getstate(), numpy_state.save()
+def set_draws(states: list[torch.Tensor]) -> None:
+    """Put torch's random states back."""
+    torch.random.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
 
 
 class random_states_kept:

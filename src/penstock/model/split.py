@@ -9,105 +9,29 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from enum import Enum
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from penstock.errors import SplitError
-from penstock.model import tree
 from penstock.model.allowed import refusal
 from penstock.model.chain import Chain
 from penstock.model.cuts import balanced, hooks_of, open_enough, open_for, starts_of
 from penstock.model.flags import flags_of
+from penstock.model.kinds import ANY, Kind, Outlook, kind_of_inputs
+from penstock.model.path import Path
 from penstock.model.record import trace
 from penstock.model.replay import Done, Passage, PathChangedError, Replay
-from penstock.model.state import State
 from penstock.model.trace import Trace
 from penstock.model.walk import Layout
 
-MANY = 4096  # sizes of inputs to remember
 
+class Cuts(NamedTuple):
+    """Where a model is cut, as one process has decided it for all."""
 
-class Outlook(NamedTuple):
-    """What of a model decides its path: modes, flags, and numbers, which rarely do."""
-
-    modes: tuple[bool, ...]
-    flags: tuple[Any, ...]
-    numbers: tuple[Any, ...]
-
-
-class Kind(NamedTuple):
-    """What decides the path before anything runs, and numbers, which may."""
-
-    marks: Any  # modes, flags, and the structure of the inputs
-    sizes: tuple[Any, ...]  # shapes and numbers in the inputs
-    numbers: tuple[Any, ...]  # attributes of open modules
-
-
-@dataclass(frozen=True)
-class Path:
-    """One way through the model: its trace, where stages begin in it, and what crosses."""
-
-    trace: Trace
-    starts: tuple[int, ...]
-    incoming: tuple[dict[int, int], ...]  # by stage: value -> the stage that makes it
-    outgoing: tuple[frozenset[int], ...]
-    changed: tuple[frozenset[int], ...]  # by stage: incoming values that it changes in place
-    sizes: dict[Any, Passage] = field(default_factory=dict)  # of inputs known to take it, and what was then told
-    states: dict[int, State] = field(default_factory=dict)  # of the modules that each stage runs
-    calls: dict[int, bool] = field(default_factory=dict)  # which stages are one call and nothing else
-    numbers: set[Any] = field(default_factory=set)  # on open modules, with which inputs are known to take it
-
-    def span(self, stage: int) -> tuple[int, int]:
-        ends = (*self.starts[1:], len(self.trace.events))
-        return self.starts[stage], ends[stage]
-
-    def is_one_call(self, stage: int) -> bool:
-        """Whether a stage is one call and nothing else, from one tensor to one tensor."""
-        known = self.calls.get(stage)
-        if known is None:
-            known = self.calls[stage] = self._looks_like_one_call(stage)
-        return known
-
-    def _looks_like_one_call(self, stage: int) -> bool:
-        first, last = self.span(stage)
-        if (first, last) != (stage, stage + 1) or self.changed[stage] or self.trace.inputs:
-            return False
-        event = self.trace.events[first]
-        given = tuple(self.incoming[stage]) == (self.trace.events[stage - 1].makes if stage else ())
-        given = given and all(type(result) is torch.Tensor for result in self.trace.results[max(stage - 1, 0) : last])
-        plain = event.atom and not event.changes and not event.talks and not event.buffers and event.region is None
-        alone = not self.trace.sides and not self.trace.withheld and not self.trace.buffers
-        ends = stage < len(self.starts) - 1 or self.trace.returned == event.makes
-        return given and plain and alone and ends and len(event.makes) == 1
-
-    def noted(self, kind: Kind, told: Passage) -> Path:
-        if max(len(self.sizes), len(self.numbers)) >= MANY:
-            self.sizes.clear()
-            self.numbers.clear()
-        self.sizes.setdefault(kind.sizes, told)
-        self.numbers.add(kind.numbers)
-        return self
-
-    def stage_of(self, event: int) -> int:
-        return bisect_right(self.starts, event) - 1
-
-    @cached_property
-    def routes(self) -> tuple[dict[int, tuple[int, ...]], ...]:
-        """By the stage that makes them: values by the stage that reads them."""
-        found: tuple[dict[int, tuple[int, ...]], ...] = tuple({} for _ in self.incoming)
-        for stage, values in enumerate(self.incoming):
-            for value, source in values.items():
-                found[source][stage] = (*found[source].get(stage, ()), value)
-        return found
-
-    @cached_property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        return tuple(sorted((source, stage) for source, readers in enumerate(self.routes) for stage in readers))
+    opened: frozenset[str]  # modules whose own code every stage runs
+    calls: tuple[tuple[str, int], ...]  # the modules at whose calls stages begin, and the names of these events
 
 
 class Split:
@@ -119,15 +43,14 @@ class Split:
         pieces: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        cuts: list[str] | None = None,
+        cuts: list[str] | Cuts | None = None,
         seen: Trace | None = None,  # of the example, by somebody who opened the same modules
     ) -> None:
         _refuse_compiled(model)
         self.model, self.pieces = model, pieces
         self.cuts: list[tuple[str, int]] = []
-        # Around a trace, which runs the whole model, and gives the inputs to run it with: weights that wait elsewhere
-        # come home for it, or where they are nowhere, the inputs are hollow.
-        self.tracing: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        # Around a trace, which runs the whole model: weights that wait elsewhere come home for it.
+        self.tracing: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.whole = True  # all weights are at hand
         if pieces == 1:
             self.layout = Layout(model, frozenset())  # nothing to cut: the model itself is the one atom
@@ -137,13 +60,17 @@ class Split:
             self._refuse_hooks()
             self.cuts = balanced(model, seen, pieces)
         else:
-            self.layout = Layout(model, open_for(model, cuts))
+            self.layout = Layout(model, cuts.opened if isinstance(cuts, Cuts) else open_for(model, cuts))
             self._refuse_hooks()
-            self.cuts = [(name, 0) for name in map(self._called, cuts)]
             seen = seen or trace(self.layout, args, kwargs)
+            if isinstance(cuts, Cuts):
+                self.cuts = [(name, _nth_call(seen, name, key)) for name, key in cuts.calls]
+            else:
+                self.cuts = [(name, 0) for name in map(self._called, cuts)]
         self.paths: dict[Any, list[Path]] = {}
+        self.edges: tuple[tuple[int, int], ...] = ()  # known when the example's path is
         seen = self._settled(seen, args, kwargs)
-        self.first = self._learn(seen, self._kind(args, kwargs, self.outlook()))  # the example's path
+        self.first = self._learn(seen, kind_of_inputs(args, kwargs, self.outlook()))  # the example's path
         self.owner = self._owners(self.first)
         chain = {(stage, stage + 1) for stage in range(pieces - 1)}
         # stages that exchange data on the example's path, and neighbours in any case
@@ -155,42 +82,40 @@ class Split:
         modes = (torch.is_grad_enabled(), *[module.training for module in self.layout.modules])
         return Outlook(modes, *flags_of(self.layout.open))
 
-    def path(self, args: tuple[Any, ...], kwargs: dict[str, Any], outlook: Outlook | None = None) -> Path:
-        """The path that these inputs take. An outlook serves for inputs between which nobody changes the model."""
-        kind = self._kind(args, kwargs, outlook or self.outlook())
+    def decided(self) -> Cuts:
+        """The cuts, for other processes to make the same."""
+        events = self.first.trace.events
+        calls = tuple((events[at].name, events[at].key) for at in self.first.starts[1:])
+        names = self.layout.names
+        return Cuts(frozenset(names[id(module)] for module in self.layout.open), calls)
+
+    def path(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outlook: Outlook | None = None, chance: int = 0
+    ) -> Path:
+        """The path that these inputs take. An outlook serves for inputs between which nobody changes the model;
+        `chance` is what random numbers between its modules depend on."""
+        kind = kind_of_inputs(args, kwargs, outlook or self.outlook())
         for path in self.paths.get(kind.marks, ()):
-            if self._takes(path, kind, args, kwargs):
+            if self._takes(path, kind, args, kwargs, chance):
                 return path.noted(kind, Passage())
-        likely = None if self.whole else self._likely(kind, args, kwargs)
-        if likely is not None:
-            return likely.noted(kind, Passage())
-        with self.tracing((args, kwargs)) as (args, kwargs):
-            seen = self._settled(trace(self.layout, args, kwargs), args, kwargs)
+        with self.tracing():
+            seen = self._settled(self._traced(args, kwargs, chance), args, kwargs, chance)
         return self._learn(seen, kind)
 
-    def _settled(self, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int = 0) -> Trace:
+        return trace(self.layout, args, kwargs, chance, self.whole)
+
+    def _settled(self, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int = 0) -> Trace:
         """A trace that the next forward will follow: where caches of the user's were cold, a second one."""
-        walk = self._walked(seen, Passage.of(seen), len(seen.events), args, kwargs)
-        return seen if walk is not None and walk.at == len(seen.events) else trace(self.layout, args, kwargs)
+        walk = self._walked(seen, Passage.of(seen), len(seen.events), args, kwargs, chance)
+        done = walk is not None and walk.at == len(seen.events)
+        return seen if done else self._traced(args, kwargs, chance)
 
     def forget(self, path: Path) -> None:
         """Inputs of its kind will be traced again, if they can be."""
         if self.whole:
             for known in self.paths.values():
                 known[:] = [one for one in known if one is not path]
-
-    def _likely(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Path | None:
-        """The path of inputs of a known kind and of new sizes, where no trace can tell. If open code decides otherwise
-        when it sees the true shapes, which stages tell each other, the replay finds out and says so."""
-        known = [path for path in self.paths.get(kind.marks, ()) if self._answers_alike(path.trace, args, kwargs)]
-        return known[0] if len(known) == 1 else None
-
-    def _answers_alike(self, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether open code that looks at these inputs' data finds what it found on the trace."""
-        if not seen.answers:
-            return True
-        walk = self._walked(seen, Passage(), seen.decided, args, kwargs)
-        return walk is not None and tuple(walk.answers) == seen.answers
 
     def _learn(self, seen: Trace, kind: Kind) -> Path:
         known = self.paths.setdefault(kind.marks, [])
@@ -203,7 +128,7 @@ class Split:
         known.append(fresh)
         return fresh.noted(kind, Passage.of(seen))
 
-    def _takes(self, path: Path, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _takes(self, path: Path, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int) -> bool:
         """Whether these inputs take a path, as far as can be told without running the model.
 
         The code is the same: shapes, and answers about data, decide. What shapes the model makes of new sizes is not
@@ -212,22 +137,22 @@ class Split:
         seen, told = path.trace, path.sizes.get(kind.sizes)
         if told is None and seen.asks:
             return False
-        sure = told is not None and _ANY not in kind.sizes and kind.numbers in path.numbers
+        sure = told is not None and ANY not in kind.sizes and kind.numbers in path.numbers
         if sure and not seen.answers:
             return True
         if told is not None and sure:
-            walk = self._walked(seen, told, seen.decided, args, kwargs)
+            walk = self._walked(seen, told, seen.decided, args, kwargs, chance)
             if walk is not None and tuple(walk.answers) == seen.answers:
                 return True
-        walk = self._walked(seen, told or Passage(), len(seen.events), args, kwargs)
+        walk = self._walked(seen, told or Passage(), len(seen.events), args, kwargs, chance)
         return walk is not None and walk.at == len(seen.events)
 
     def _walked(
-        self, seen: Trace, told: Passage, stop: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, seen: Trace, told: Passage, stop: int, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int
     ) -> Replay | None:
         """A walk of so many events, all of them skipped, or None if the inputs took another path."""
         end = len(seen.events)
-        walk = Replay(self.layout, seen, (end, end), {}, frozenset(), told, stop=stop)
+        walk = Replay(self.layout, seen, (end, end), {}, frozenset(), told, stop=stop, chance=chance)
         inputs = walk.meet_inputs((args, kwargs))
         try:
             walk.forward(*inputs)
@@ -246,11 +171,14 @@ class Split:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        chance: int = 0,
     ) -> tuple[dict[int, torch.Tensor], Any]:
         """One stage's part of a forward: the values later stages need, and on the last stage the model's result."""
         if not self.walks(path, stage):
             return self._called_alone(path, stage, received, passage, args, kwargs, around)
-        replay = Replay(self.layout, path.trace, path.span(stage), received, path.outgoing[stage], passage, around)
+        replay = Replay(
+            self.layout, path.trace, path.span(stage), received, path.outgoing[stage], passage, around, chance=chance
+        )
         try:
             result = replay.run(args, kwargs)
         except PathChangedError:
@@ -357,13 +285,21 @@ class Split:
                 continue
             source = stage_of(value.made_by)
             for reader in {stage_of(event) for event in value.read_by} - {source}:
-                incoming[reader][number] = source
-                outgoing[source].add(number)
+                for giver, taker in self._ways(source, reader):
+                    incoming[taker][number] = giver
+                    outgoing[giver].add(number)
         for at, event in enumerate(seen.events):
             for before, _ in event.changes:
                 if before in incoming[stage_of(at)]:
                     changed[stage_of(at)].add(before)
         return Path(seen, starts, incoming, tuple(map(frozenset, outgoing)), tuple(map(frozenset, changed)))
+
+    def _ways(self, source: int, reader: int) -> list[tuple[int, int]]:
+        """How a value gets from one stage to another: straight where they exchange data on the example's path, else
+        from neighbour to neighbour, as a schedule has transfers for the example's edges alone."""
+        if not self.edges or (source, reader) in self.edges:
+            return [(source, reader)]
+        return [(stage, stage + 1) for stage in range(source, reader)]
 
     def _owners(self, path: Path) -> dict[str, int]:
         """The stage of every parameter of the model: none is ever lost."""
@@ -383,11 +319,6 @@ class Split:
     def _called(self, name: str) -> str:
         """The name under which walks know a module that has several."""
         return str(self.layout.names[id(self.model.get_submodule(name))])
-
-    def _kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], outlook: Outlook) -> Kind:
-        sizes: list[Any] = []
-        marks = (outlook.modes, outlook.flags, _mark((args, kwargs), sizes))
-        return Kind(marks, tuple(sizes), outlook.numbers)
 
     def _refuse_hooks(self) -> None:
         for module in self.layout.open:
@@ -428,7 +359,16 @@ _EVERYWHERE = (
 )
 
 
-_ANY = "a float or an object"  # of no size, but open code may decide by it: such paths are walked each time
+def _nth_call(seen: Trace, name: str, key: int) -> int:
+    """Which of a module's calls is the event of this name."""
+    calls = [event.key for event in seen.events if event.atom and event.name == name]
+    if key not in calls:
+        raise SplitError(
+            "the same forward on every rank",
+            f"one that does not call {name!r} as rank 0's does, with the same arguments",
+            "go through lists or sorted(...) in place of sets, and draw no random numbers that differ between ranks",
+        )
+    return calls.index(key)
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -438,22 +378,6 @@ def _refuse_compiled(model: nn.Module) -> None:
             f"{type(getattr(model, '_orig_mod', model)).__name__} compiled as a whole",
             "compile its blocks instead: model.block = torch.compile(model.block)",
         )
-
-
-def _mark(value: Any, sizes: list[Any]) -> Any:
-    """The kind of a value: containers, names, types. Shapes and numbers are put into `sizes`."""
-    if isinstance(value, torch.Tensor):
-        sizes.append(tuple(value.shape))
-        return (value.dtype, value.dim(), value.requires_grad)
-    if isinstance(value, (list, tuple)) and value and all(isinstance(part, str) for part in value):
-        sizes += (len(value), _ANY)  # one a row, most likely: other words make no other path
-        return (type(value), str)
-    if tree.is_container(value):
-        return (type(value), tuple(tree.keys(value)), tuple(_mark(part, sizes) for part in tree.parts(value)))
-    if isinstance(value, (bool, str, bytes, type(None), torch.dtype, torch.device, Enum)):
-        return (type(value), value)
-    sizes.append(value if type(value) is int else _ANY)
-    return type(value)
 
 
 __all__ = ["Passage", "Path", "PathChangedError", "Split"]

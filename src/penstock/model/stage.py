@@ -17,10 +17,11 @@ from penstock.model.buffers import Buffers
 from penstock.model.loss import Loss
 from penstock.model.offload import Offload, saving, to_device, to_host
 from penstock.model.own_loss import next_node, own_loss
+from penstock.model.path import Path
 from penstock.model.replay import Passage
 from penstock.model.reweigh import Reweigh
 from penstock.model.seeding import mixed, seed_all
-from penstock.model.split import Path, Split
+from penstock.model.split import Split
 from penstock.model.split_backward import WeightQueue, deferring
 from penstock.model.state import Saved, State
 from penstock.model.words import Words
@@ -62,6 +63,7 @@ class Job:
     part: int = 0  # its number in its mini-batch
     stamp: int = 0  # a check number of its mini-batch
     root: float = 1.0  # what the gradient of its loss starts from
+    chance: int = 0  # what random numbers between the model's modules depend on
     words: Words = field(default_factory=Words)
     mates: Sequence[Job] = ()  # the micro-batches of its mini-batch, itself included
 
@@ -216,7 +218,9 @@ class Stage:
             seed_all(mixed(self.settings.seed, job.step, self.index, job.part), self.settings.device)
         defer = contextlib.nullcontext if queue is None else functools.partial(deferring, queue)
         with self.settings.autocast(), self.norms.forward(self.index, job.step):
-            made, result = self.split.run(job.path, self.index, fed, job.passage, job.args, job.kwargs, defer)
+            made, result = self.split.run(
+                job.path, self.index, fed, job.passage, job.args, job.kwargs, defer, job.chance
+            )
             return made, self._finished(job, result) if self.last else None
 
     def _saving(self, job: Job) -> contextlib.AbstractContextManager[Any]:

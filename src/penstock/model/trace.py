@@ -8,9 +8,12 @@ has the inputs, so every stage computes them again; nothing of that is sent.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+
+from penstock.model.additions import Addition
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,12 @@ class Event:
     mark: int = 0  # the same for two that ran the same operators in the same order, on the same shapes and numbers
     loose: bool = False  # reads a tensor that is no event's result: a constant, or one kept on the side
     talks: bool = False  # its result holds more than tensors and None
-    aliases: tuple[int, ...] = ()  # values that it was given and returned as they were
     region: int | None = None  # the user's checkpoint it is called in
+    alike: int = 0  # the same for events that are called and given the same, in every process
+    key: int = 0  # its own name in every process: see naming
+    places: tuple[str, ...] = ()  # of what it reads, in its arguments
+    seed: int | None = None  # of random numbers that depend on nothing but the inputs: every stage draws the same
+    additions: tuple[Addition, ...] = ()  # to containers it was given; their values stand behind its result
 
 
 @dataclass
@@ -45,6 +52,7 @@ class Value:
     storage: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    key: int  # its name in every process: see naming; until the trace is whole, the same for all that are alike
     asked: bool = False  # open code looked at its shape, type or device
     read_by: list[int] = field(default_factory=list)
 
@@ -87,10 +95,21 @@ class Trace:
         """Whether open code looked at the shape or type of something that is not the same on every stage."""
         return any(value.asked and value.made_by >= 0 and not value.free for value in self.values)
 
+    @cached_property
+    def value_names(self) -> dict[int, int]:
+        """The values by the names that all processes know them by."""
+        return {value.key: number for number, value in enumerate(self.values)}
+
+    @cached_property
+    def event_names(self) -> dict[int, int]:
+        """The events by theirs."""
+        return {event.key: at for at, event in enumerate(self.events)}
+
     def signature(self) -> tuple[Any, ...]:
         """What two forwards have in common that take the same path, whatever their sizes."""
         events = [
-            (e.name, e.reads, e.makes, e.changes, e.free, e.loose, e.talks, e.region is None) for e in self.events
+            (e.name, e.reads, e.makes, e.changes, e.free, e.loose, e.talks, e.region is None, e.additions)
+            for e in self.events
         ]
         values = [(value.made_by, value.free, value.grad, value.asked) for value in self.values]
         return (tuple(events), tuple(values), self.returned)

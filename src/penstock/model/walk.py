@@ -36,17 +36,18 @@ class Layout:
         self.open = tuple(module for name, module in model.named_modules() if name in opened)
         self.opened = frozenset(map(id, self.open))
         self.parameters: dict[int, str] = {}  # identity -> name; tied ones have the first of theirs
-        self._read_parameters()
+        self.read_parameters()
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter of the model, even one given to it since."""
         if not isinstance(tensor, nn.Parameter):
             return False
         if id(tensor) not in self.parameters:
-            self._read_parameters()
+            self.read_parameters()
         return id(tensor) in self.parameters
 
-    def _read_parameters(self) -> None:
+    def read_parameters(self) -> None:
+        """Learn the parameters that the model has now."""
         self.parameters = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             self.parameters.setdefault(id(parameter), name)

@@ -1,0 +1,90 @@
+"""One way through a model: its trace, where stages begin in it, and what crosses between them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from penstock.model.kinds import Kind
+from penstock.model.replay import Passage
+from penstock.model.state import State
+from penstock.model.trace import Trace
+
+MANY = 4096  # sizes of inputs to remember
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way through the model: its trace, where stages begin in it, and what crosses."""
+
+    trace: Trace
+    starts: tuple[int, ...]
+    incoming: tuple[dict[int, int], ...]  # by stage: value -> the stage that makes it
+    outgoing: tuple[frozenset[int], ...]
+    changed: tuple[frozenset[int], ...]  # by stage: incoming values that it changes in place
+    sizes: dict[Any, Passage] = field(default_factory=dict)  # of inputs known to take it, and what was then told
+    states: dict[int, State] = field(default_factory=dict)  # of the modules that each stage runs
+    calls: dict[int, bool] = field(default_factory=dict)  # which stages are one call and nothing else
+    numbers: set[Any] = field(default_factory=set)  # on open modules, with which inputs are known to take it
+
+    def span(self, stage: int) -> tuple[int, int]:
+        ends = (*self.starts[1:], len(self.trace.events))
+        return self.starts[stage], ends[stage]
+
+    def is_one_call(self, stage: int) -> bool:
+        """Whether a stage is one call and nothing else, from one tensor to one tensor."""
+        known = self.calls.get(stage)
+        if known is None:
+            known = self.calls[stage] = self._looks_like_one_call(stage)
+        return known
+
+    def _looks_like_one_call(self, stage: int) -> bool:
+        first, last = self.span(stage)
+        if (first, last) != (stage, stage + 1) or self.changed[stage] or self.trace.inputs:
+            return False
+        event = self.trace.events[first]
+        given = tuple(self.incoming[stage]) == (self.trace.events[stage - 1].makes if stage else ())
+        given = given and all(type(result) is torch.Tensor for result in self.trace.results[max(stage - 1, 0) : last])
+        plain = event.atom and not event.changes and not event.talks and not event.buffers and event.region is None
+        alone = not self.trace.sides and not self.trace.withheld and not self.trace.buffers
+        ends = stage < len(self.starts) - 1 or self.trace.returned == event.makes
+        return given and plain and alone and ends and len(event.makes) == 1
+
+    def noted(self, kind: Kind, told: Passage) -> Path:
+        if max(len(self.sizes), len(self.numbers)) >= MANY:
+            self.sizes.clear()
+            self.numbers.clear()
+        self.sizes.setdefault(kind.sizes, told)
+        self.numbers.add(kind.numbers)
+        return self
+
+    def stage_of(self, event: int) -> int:
+        return bisect_right(self.starts, event) - 1
+
+    @cached_property
+    def routes(self) -> tuple[dict[int, tuple[int, ...]], ...]:
+        """By the stage that makes them: values by the stage that reads them."""
+        found: tuple[dict[int, tuple[int, ...]], ...] = tuple({} for _ in self.incoming)
+        for stage, values in enumerate(self.incoming):
+            for value, source in values.items():
+                found[source][stage] = (*found[source].get(stage, ()), value)
+        return found
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        return tuple(sorted((source, stage) for source, readers in enumerate(self.routes) for stage in readers))
+
+    @cached_property
+    def crossing(self) -> dict[int, int]:
+        """Values that cross between stages, by the names that all processes know them by."""
+        keys = self.trace.values
+        return {keys[value].key: value for values in self.incoming for value in values}
+
+    def describe(self, value: int) -> str:
+        """A value in words: the event that made it, and where that is called."""
+        event = self.trace.events[self.trace.values[value].made_by]
+        return f"the result of {event.name!r} at {event.line}"
