@@ -123,8 +123,7 @@ def test_a_model_that_does_not_fit_twice_is_split_and_materialised_stage_by_stag
         width = 4096
         with weightless():
             model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(16)))  # 16 x 64 MiB
-        with traceable(model, ((torch.zeros(2, width),), {})) as (args, kwargs):
-            split = Split(model, 4, args, kwargs)
+        split = Split(model, 4, (torch.zeros(2, width),), {})
         materialise(model, split.uses(2), load=lambda name: torch.zeros(width, width))
         held = sum(p.numel() * 4 for p in model.parameters() if not p.is_meta)
         assert held == 4 * 64 * 2**20, held

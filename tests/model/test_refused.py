@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import random
-from random import random as drawn
 
-import numpy as np
 import pytest
 import torch
 from compare import pipeline
@@ -113,40 +110,6 @@ def test_a_tensor_hook_behind_the_cut():
     refuses(body)
 
 
-def test_layer_drop_between_blocks():
-    def by_name(m, x):
-        for block in m.blocks:
-            if random.random() < 2:  # MARK
-                x = block(x)
-        return x
-
-    def imported(m, x):
-        for block in m.blocks:
-            x = block(x) * (drawn() + 1)  # MARK
-        return x
-
-    def by_numpy(m, x):
-        for block in m.blocks:
-            x = block(x)
-            x = x * np.random.rand()  # MARK
-        return x
-
-    for body in (by_name, imported, by_numpy):
-        state = random.getstate()
-        assert "random" in refuses(body)
-        assert random.getstate() == state
-
-
-def test_layer_drop_by_torch_between_blocks():
-    def body(m, x):
-        for block in m.blocks:
-            if torch.rand([]) < 2:  # MARK
-                x = block(x)
-        return x
-
-    assert "decision" in refuses(body)
-
-
 @pytest.mark.parametrize(
     "how", ["bool", "item", "tolist", pytest.param("numpy", marks=pytest.mark.cpu_only), "shape by data"]
 )
@@ -188,10 +151,12 @@ def test_a_module_is_not_opened_where_its_own_code_cannot_be_run_twice():
         def __init__(self):
             super().__init__()
             self.blocks = blocks(6)
+            self.calls = 0
 
         def forward(self, x):
+            self.calls += 1
             for block in self.blocks:
-                x = block(x) if random.random() < 2 else x
+                x = block(x)
             return x
 
     model = Of(lambda m, x: m.last(m.odd(m.first(x))), first=Block(), odd=Odd(), last=Block()).double()

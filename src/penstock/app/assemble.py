@@ -72,7 +72,7 @@ def assemble(wanted: Wanted) -> Assembled:
         cuts = wanted.plan.cuts(layers_of(model, args, kwargs).names)
     split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
     if not crew.alone:
-        split = agreed_split(crew, split, args, kwargs)
+        split = agreed_split(crew, split, args, kwargs, fixed=cuts is not None)
     require_sound(chosen, split.edges)
     _require_once(split, settings)
     if wanted.verify and not bare:

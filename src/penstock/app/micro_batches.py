@@ -60,7 +60,7 @@ class MicroBatches:
             found = known.get(rows)
             if found is None:
                 found = self.split.path(args, kwargs, outlook, chance)
-                if plain and not found.trace.answers:
+                if plain and not found.trace.decides:
                     known[rows] = found
             return found
 

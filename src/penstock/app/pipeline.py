@@ -403,7 +403,8 @@ class Pipeline:
             hidden = found.hidden() if last else None
             if hidden is not None:
                 warn_hidden(*hidden, self.microbatches)
-            coupled = found.coupled() if last and hidden is None else None
+            mixes = last and hidden is None and not self.split.first.trace.draws  # else other draws make other results
+            coupled = found.coupled() if mixes else None
             if self.crew.tell(coupled) is None:
                 return
             again = self._results(inputs, target, 1, 1)  # with other random numbers

@@ -76,9 +76,10 @@ def _whole(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found
 def _plain_result(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of the model itself; where its own code draws random numbers, of the same draws as the stages'."""
     seen = split.first.trace
-    if all(event.seed is None for event in seen.events):
+    if not seen.draws:
         return split.model(*args, **kwargs)
-    return Replay(split.layout, seen, (0, len(seen.events)), {}, frozenset(), Passage()).run(args, kwargs)
+    whole = (0, len(seen.events))
+    return Replay(split.layout, seen, whole, {}, frozenset(), Passage(), chance=seen.chance).run(args, kwargs)
 
 
 def _in_parts(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Found:
@@ -93,7 +94,9 @@ def _in_parts(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], devic
     ):
         args, kwargs = copied((args, kwargs))
         # Step -1: with the random numbers that the whole model had, one stage after the other.
-        job = Job(0, -1, args, kwargs, 1, split.path(args, kwargs), lambda result: Loss(_weighed(result), 1.0))
+        chance = split.first.trace.chance
+        path = split.path(args, kwargs, chance=chance)
+        job = Job(0, -1, args, kwargs, 1, path, lambda result: Loss(_weighed(result), 1.0), chance=chance)
         acting.begin([job])
         with watching():
             for stage in range(split.pieces):

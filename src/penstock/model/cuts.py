@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ from penstock.model.record import trace
 from penstock.model.trace import Event, Trace
 from penstock.model.walk import Layout
 
+TRIES = 8  # traces of an example that drops layers
 SLACK = 1.02  # a partition this close to the best balance may be taken for fewer bytes
 _REENTRANT = "torch.utils.checkpoint.CheckpointFunction.apply"
 CONTAINERS = (
@@ -48,17 +50,24 @@ def open_enough(model: nn.Module, pieces: int, args: tuple[Any, ...], kwargs: di
     opened = frozenset({""})
     closed: frozenset[str] = frozenset()  # whose own code cannot be run by several stages
     layout = Layout(model, opened)
-    seen = trace(layout, args, kwargs)
+    seen = fullest_trace(layout, args, kwargs)
     while True:
         further = _to_open(model, seen, pieces, closed)
         if not further:
             return layout, seen
         try:
             wider = Layout(model, opened | further)
-            seen, layout, opened = trace(wider, args, kwargs), wider, opened | further
+            seen, layout, opened = fullest_trace(wider, args, kwargs), wider, opened | further
         except SplitError:
             guilty = frozenset(name for name in further if not _opens(model, opened | {name}, args, kwargs))
             closed |= guilty or further
+
+
+def fullest_trace(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """The trace of an example; of a model that leaves layers out by chance, the one of several that has the most."""
+    seen = trace(layout, args, kwargs)
+    chances = range(1, TRIES) if seen.may_drop else ()
+    return max((seen, *(trace(layout, args, kwargs, chance) for chance in chances)), key=lambda one: len(one.events))
 
 
 def _opens(model: nn.Module, opened: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -121,32 +130,48 @@ def weights(model: nn.Module, seen: Trace) -> list[float]:
     return [weigh(event) for event in seen.events]
 
 
-def starts_of(seen: Trace, cuts: list[tuple[str, int]]) -> tuple[int, ...]:
-    """The event at which each stage begins, for cuts at the n-th calls of modules."""
+def starts_of(seen: Trace, cuts: list[tuple[str, int]], homes: Mapping[str, int]) -> tuple[int, ...]:
+    """The event at which each stage begins, for cuts at the n-th calls of modules.
+
+    On a path that leaves such a module out, as layers are that drop themselves, the stage begins at the first module of
+    its own or of a later stage; `homes` are the stages of modules, where they are known from another path.
+    """
     starts = [0]
-    for name, nth in cuts:
+    for stage, (name, nth) in enumerate(cuts, 1):
         calls = [at for at, event in enumerate(seen.events) if event.atom and event.name == name]
-        if len(calls) <= nth:
+        if len(calls) > nth:
+            start = calls[nth]
+        elif homes:
+            start = _begins(seen, stage, homes, starts[-1])
+        else:
             raise SplitError(
                 "cuts at modules that the forward calls", repr(name), "name a module that is called itself"
             )
-        if calls[nth] <= starts[-1]:
+        if start <= starts[-1] and not homes:
             raise SplitError(
                 "cuts in the order of the forward, each stage with something to run",
                 ", ".join(name for name, _ in cuts),
                 "order them as the model calls them, and start after its first module",
             )
-        starts.append(calls[nth])
-    if not any(event.atom or event.parameters for event in seen.events[: starts[1] if cuts else None]):
+        starts.append(max(start, starts[-1]))
+    if not homes and not any(event.atom or event.parameters for event in seen.events[: starts[1] if cuts else None]):
         raise SplitError("a first stage with something to run", repr(cuts[0][0] if cuts else ""), "start it later")
     return tuple(starts)
 
 
-def balanced(model: nn.Module, seen: Trace, pieces: int) -> list[tuple[str, int]]:
+def _begins(seen: Trace, stage: int, homes: Mapping[str, int], after: int) -> int:
+    for at, event in enumerate(seen.events):
+        if at >= after and event.atom and homes.get(event.name, -1) >= stage:
+            return at
+    return len(seen.events)
+
+
+def balanced(model: nn.Module, seen: Trace, pieces: int, avoid: frozenset[int] = frozenset()) -> list[tuple[str, int]]:
     """The cuts with the lightest heaviest stage and, within a little slack, the fewest bytes crossing."""
     load = weights(model, seen)
     begin = next((at + 1 for at, event in enumerate(seen.events) if event.atom and load[at]), len(load))
-    candidates = [at for at, event in enumerate(seen.events) if is_part(event) and at >= begin]
+    parts = [at for at, event in enumerate(seen.events) if is_part(event) and at >= begin]
+    candidates = [at for at in parts if seen.events[at].key not in avoid]
     reasons = [(at, refusal(seen, at)) for at in candidates]
     places = [at for at, reason in reasons if reason is None]
     if len(places) < pieces - 1:

@@ -23,7 +23,7 @@ from penstock.model.batchnorm import is_deferred
 from penstock.model.fakes import HOME, is_fake
 from penstock.model.materialise import is_weightless
 from penstock.model.naming import alike, name_of, places, settle_names
-from penstock.model.seeding import draws, mixed, set_draws, torch_seeded
+from penstock.model.seeding import draws, host_draws, mixed, set_draws, torch_seeded
 from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow
 from penstock.model.untouched import copied, no_side_effects, untouched
 from penstock.model.walk import Layout, Walk, users_line
@@ -63,9 +63,10 @@ def _recorded(layout: Layout, inputs: Any, chance: int, saving: AbstractContextM
     with untouched(layout.model), _Operations(Written(layout)) as counter, saving:
         recorder = _Recorder(layout, inputs, counter, chance)
         try:
-            with recorder.effects:
+            with recorder.effects, recorder.host:
                 output = recorder.forward(args, kwargs)
-            return recorder.finished(output)
+                rolls = recorder.host.moved
+            return recorder.finished(output, rolls)
         finally:
             counter.written.put_back()
             for generator, state in recorder.generators.items():
@@ -84,6 +85,7 @@ class _Recorder(Walk):
     def __init__(self, layout: Layout, inputs: Any, counter: _Operations, chance: int) -> None:
         super().__init__(layout)
         self.counter, self.chance = counter, chance
+        self.host = host_draws(chance)
         self.drawn: Counter[int] = Counter()  # events with random numbers, by what they are alike in
         # weights that are stand-ins of one row each
         self.repeated = any(not is_fake(p) and 0 in p.stride() and p.numel() > 1 for p in layout.model.parameters())
@@ -147,19 +149,19 @@ class _Recorder(Walk):
         module = None if name.startswith("(") else self.layout.model.get_submodule(name)
         own = () if module is None else (*module.parameters(), *module.buffers())
         names = {self.layout.parameters.get(id(tensor)) or self.buffer_names.get(id(tensor), "") for tensor in own}
-        if self.repeated and module is not None:
-            with written_out(module):
-                return self.event(name, True, names, call, args, kwargs)
-        return self.event(name, True, names, call, args, kwargs)
+        ready = written_out(module) if self.repeated and module is not None else nullcontext()
+        with self.host.in_module(), ready:
+            return self.event(name, True, names, call, args, kwargs)
 
     def glue(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.effects.check()
         return self.event(name, False, set(), call, args, kwargs)
 
     def event(
         self, name: str, atom: bool, used: set[str], call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        given = [t for t in tree.tensors((args, kwargs)) if id(t) not in self.layout.parameters]
+        where = zip(tree.tensors((args, kwargs)), places((args, kwargs)), strict=True)
+        read = [(t, at) for t, at in where if id(t) not in self.layout.parameters]
+        given = [tensor for tensor, _ in read]  # before the call, which may add to containers
         self.given = {id(tensor) for tensor in given}
         self.used = used | {
             self.layout.parameters.get(id(t)) or self.buffer_names.get(id(t), "") for t in tree.tensors((args, kwargs))
@@ -174,7 +176,6 @@ class _Recorder(Walk):
         written.setting(call, args)
         containers = Containers((args, kwargs)) if atom else None
         result = self.native(call, args, kwargs)
-        self.effects.settle()
         if not atom and written.writes > writes:
             written.refuse_open()
         changed = [t for t, version in zip(given, versions, strict=True) if _version(t) != version]
@@ -196,9 +197,7 @@ class _Recorder(Walk):
         free = seed is not None or not (atom or drew or changed)
         flops, mark = self.counter.total - before, self.counter.mark
         event = Event(name, atom, users_line(), (), (), (), (), (), free, flops, mark, alike=shared, seed=seed)
-        fixed, where = self.layout.parameters, places((args, kwargs))
-        at = [p for t, p in zip(tree.tensors((args, kwargs)), where, strict=True) if id(t) not in fixed]
-        event = replace(event, places=tuple(at), additions=tuple(addition for addition, _ in additions))
+        event = replace(event, places=tuple(at for _, at in read), additions=tuple(one for one, _ in additions))
         self.record(event, given, (result, [value for _, value in additions]) if additions else result, changed)
         return result
 
@@ -325,7 +324,7 @@ class _Recorder(Walk):
             self.values.append(Value(made_by, False, False, 0, 0, (), torch.uint8, 0))
             self.note("sides", "an attribute", len(self.values) - 1)
 
-    def finished(self, output: Any) -> Trace:
+    def finished(self, output: Any, rolls: bool) -> Trace:
         returned = tuple(self.number(t) if id(t) not in self.layout.parameters else -1 for t in tree.tensors(output))
         for value in returned:
             if value >= 0:
@@ -353,6 +352,8 @@ class _Recorder(Walk):
             ),
             answers=tuple(self.answers),
             decided=self.decided,
+            rolls=rolls,
+            chance=self.chance,
             generators=tuple(self.generators),
             written=self.counter.written.settle(),
             kept={(self.layout.names[m], name): at for (m, name), at in self.effects.kept_inside.items()},

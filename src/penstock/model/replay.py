@@ -16,10 +16,11 @@ import torch
 from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.additions import Place, add, added, list_lengths
-from penstock.model.seeding import draws, mixed, torch_seeded
+from penstock.model.seeding import draws, host_draws, mixed, torch_seeded
 from penstock.model.trace import DATA, HOOKS, Event, Trace, answer, hollow
 from penstock.model.walk import Layout, Walk, users_line
 
+_NOTHING = nullcontext()
 _DEVICE = "torch.Tensor.device.__get__"  # every stage has the same; a trace of fake weights does not see who asks
 
 
@@ -85,10 +86,16 @@ class Replay(Walk):
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
         stop: int | None = None,
         chance: int = 0,
+        strict: bool = False,
+        rolls: bool = False,
+        last: bool = True,
     ) -> None:
         super().__init__(layout)
-        self.strict = span[0] == span[1]  # nothing but a question: do these inputs take this path?
+        self.last = last  # the model's result is wanted
+        self.strict = strict  # nothing but a question: do these inputs take this path?
         self.chance = chance  # what random numbers that open code draws depend on
+        self.host = host_draws(chance) if rolls or plan.rolls else None
+        self.rolled = False
         self.stop = span[1] if stop is None else stop  # the event at which to leave
         self.plan, self.span, self.wanted, self.passage = plan, span, wanted, passage
         self.received = dict(received)
@@ -113,7 +120,16 @@ class Replay(Walk):
             return None
         if self.at < self.span[1]:
             raise PathChangedError(f"the forward ended before event {self.at} ({self.plan.events[self.at].name})")
-        return self.given_back(result)
+        return self.given_back(result) if self.last else None
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.host is None:
+            return super().forward(args, kwargs)
+        with self.host:
+            try:
+                return super().forward(args, kwargs)
+            finally:
+                self.rolled = self.host.moved
 
     def meet_inputs(self, inputs: Any) -> Any:
         """Number the inputs and buffers as the trace did; an input that the forward changes is this stage's own."""
@@ -296,7 +312,7 @@ class Replay(Walk):
     def acted(self, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an event's own call."""
         if event.atom:
-            with self.around():
+            with self.around(), self.host.in_module() if self.host else _NOTHING:
                 return self.native(call, args, kwargs)
         if event.seed is not None:
             with torch_seeded(mixed(self.chance, event.seed)):

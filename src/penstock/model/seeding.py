@@ -16,6 +16,7 @@ import torch
 from penstock.model import numpy_state
 
 _MASK = 2**64 - 1
+_HOST = 1  # tells the host's generators from torch's, which are seeded by the same numbers
 
 
 def mixed(*numbers: int) -> int:
@@ -37,8 +38,7 @@ def seed_all(number: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         _on_device(device).manual_seed(number)
-    random.seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
+    _seed_host(number)
 
 
 @contextmanager
@@ -52,6 +52,53 @@ def torch_seeded(number: int) -> Iterator[None]:
         yield
     finally:
         set_draws(before)
+
+
+class host_draws:
+    """Python's and NumPy's generators, as code between a model's modules finds them: seeded by a number that all stages
+    have, so that all draw the same. The modules' own draws go on where they were."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __enter__(self) -> host_draws:
+        self.modules = _host_states()
+        _seed_host(mixed(self.number, _HOST))
+        self.start = _host_states()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _set_host_states(self.modules)
+
+    @property
+    def moved(self) -> bool:
+        """Whether anything was drawn outside the modules."""
+        return _host_states() != self.start
+
+    @contextmanager
+    def in_module(self) -> Iterator[None]:
+        """A module runs, with draws of its own."""
+        outside = _host_states()
+        _set_host_states(self.modules)
+        try:
+            yield
+        finally:
+            self.modules = _host_states()
+            _set_host_states(outside)
+
+
+def _host_states() -> tuple[object, numpy_state.State]:
+    return random.getstate(), numpy_state.save()
+
+
+def _set_host_states(states: tuple[object, numpy_state.State]) -> None:
+    random.setstate(states[0])  # type: ignore[arg-type]
+    numpy_state.restore(states[1])
+
+
+def _seed_host(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
 
 
 def draws() -> list[torch.Tensor]:

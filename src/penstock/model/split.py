@@ -17,7 +17,7 @@ from torch import nn
 from penstock.errors import SplitError
 from penstock.model.allowed import refusal
 from penstock.model.chain import Chain
-from penstock.model.cuts import balanced, hooks_of, open_enough, open_for, starts_of
+from penstock.model.cuts import balanced, fullest_trace, hooks_of, open_enough, open_for, starts_of
 from penstock.model.flags import flags_of
 from penstock.model.kinds import ANY, Kind, Outlook, kind_of_inputs
 from penstock.model.path import Path
@@ -25,6 +25,8 @@ from penstock.model.record import trace
 from penstock.model.replay import Done, Passage, PathChangedError, Replay
 from penstock.model.trace import Trace
 from penstock.model.walk import Layout
+
+PATHS = 256  # of one kind of inputs to remember: a model that drops layers by chance has as many as it has patterns
 
 
 class Cuts(NamedTuple):
@@ -45,6 +47,7 @@ class Split:
         kwargs: dict[str, Any],
         cuts: list[str] | Cuts | None = None,
         seen: Trace | None = None,  # of the example, by somebody who opened the same modules
+        avoid: frozenset[int] = frozenset(),  # names of events at which nothing is to be cut
     ) -> None:
         _refuse_compiled(model)
         self.model, self.pieces = model, pieces
@@ -58,20 +61,22 @@ class Split:
         elif cuts is None:
             self.layout, seen = open_enough(model, pieces, args, kwargs)
             self._refuse_hooks()
-            self.cuts = balanced(model, seen, pieces)
+            self.cuts = balanced(model, seen, pieces, avoid)
         else:
             self.layout = Layout(model, cuts.opened if isinstance(cuts, Cuts) else open_for(model, cuts))
             self._refuse_hooks()
-            seen = seen or trace(self.layout, args, kwargs)
+            seen = seen or fullest_trace(self.layout, args, kwargs)
             if isinstance(cuts, Cuts):
                 self.cuts = [(name, _nth_call(seen, name, key)) for name, key in cuts.calls]
             else:
                 self.cuts = [(name, 0) for name in map(self._called, cuts)]
         self.paths: dict[Any, list[Path]] = {}
+        self.homes: dict[str, int] = {}  # the stage of every module, once the example's path is known
         self.edges: tuple[tuple[int, int], ...] = ()  # known when the example's path is
         seen = self._settled(seen, args, kwargs)
         self.first = self._learn(seen, kind_of_inputs(args, kwargs, self.outlook()))  # the example's path
         self.owner = self._owners(self.first)
+        self.homes = self._homes(self.first)
         chain = {(stage, stage + 1) for stage in range(pieces - 1)}
         # stages that exchange data on the example's path, and neighbours in any case
         self.edges = tuple(sorted(chain | set(self.first.edges)))
@@ -95,21 +100,32 @@ class Split:
         """The path that these inputs take. An outlook serves for inputs between which nobody changes the model;
         `chance` is what random numbers between its modules depend on."""
         kind = kind_of_inputs(args, kwargs, outlook or self.outlook())
-        for path in self.paths.get(kind.marks, ()):
-            if self._takes(path, kind, args, kwargs, chance):
-                return path.noted(kind, Passage())
+        found = self._known(kind, args, kwargs, chance)
+        if found is not None:
+            return found.noted(kind, Passage())
         with self.tracing():
-            seen = self._settled(self._traced(args, kwargs, chance), args, kwargs, chance)
+            seen = self._settled(self._traced(args, kwargs, chance), args, kwargs)
         return self._learn(seen, kind)
+
+    def _known(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int) -> Path | None:
+        """The path that these inputs take among those known. What one walk is answered, before it is found to be
+        another path's, rules out all that had other answers."""
+        answers: tuple[Any, ...] = ()
+        for path in self.paths.get(kind.marks, ()):
+            if not _contradict(answers, path.trace.answers):
+                taken, told = self._takes(path, kind, args, kwargs, chance)
+                if taken:
+                    return path
+                answers = max(answers, told, key=len)
+        return None
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int = 0) -> Trace:
         return trace(self.layout, args, kwargs, chance, self.whole)
 
-    def _settled(self, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int = 0) -> Trace:
+    def _settled(self, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         """A trace that the next forward will follow: where caches of the user's were cold, a second one."""
-        walk = self._walked(seen, Passage.of(seen), len(seen.events), args, kwargs, chance)
-        done = walk is not None and walk.at == len(seen.events)
-        return seen if done else self._traced(args, kwargs, chance)
+        walk = self._walked(seen, Passage.of(seen), len(seen.events), args, kwargs, seen.chance)
+        return seen if walk.at == len(seen.events) else self._traced(args, kwargs, seen.chance)
 
     def forget(self, path: Path) -> None:
         """Inputs of its kind will be traced again, if they can be."""
@@ -119,47 +135,60 @@ class Split:
 
     def _learn(self, seen: Trace, kind: Kind) -> Path:
         known = self.paths.setdefault(kind.marks, [])
-        signature = seen.signature()
         for path in known:
-            if path.trace.signature() == signature:
+            if path.trace.signature == seen.signature:
                 return path.noted(kind, Passage.of(seen))
         fresh = self._path(seen)
         self._refuse_parted_hooks(fresh)
+        known[: len(known) + 1 - PATHS] = []
         known.append(fresh)
         return fresh.noted(kind, Passage.of(seen))
 
-    def _takes(self, path: Path, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int) -> bool:
-        """Whether these inputs take a path, as far as can be told without running the model.
+    def _takes(
+        self, path: Path, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int
+    ) -> tuple[bool, tuple[Any, ...]]:
+        """Whether these inputs take a path, as far as can be told without running the model, and what open code was
+        answered about data until that was known.
 
-        The code is the same: shapes, and answers about data, decide. What shapes the model makes of new sizes is not
-        known; where open code looks at them, only a trace can tell.
+        The code is the same: shapes, answers about data, and random numbers decide. What shapes the model makes of new
+        sizes is not known; where open code looks at them, only a trace can tell.
         """
         seen, told = path.trace, path.sizes.get(kind.sizes)
         if told is None and seen.asks:
-            return False
+            return False, ()
         sure = told is not None and ANY not in kind.sizes and kind.numbers in path.numbers
-        if sure and not seen.answers:
-            return True
-        if told is not None and sure:
+        if sure and not seen.decides:
+            return True, ()
+        if told is not None and sure and not seen.rolls:
             walk = self._walked(seen, told, seen.decided, args, kwargs, chance)
-            if walk is not None and tuple(walk.answers) == seen.answers:
-                return True
-        walk = self._walked(seen, told or Passage(), len(seen.events), args, kwargs, chance)
-        return walk is not None and walk.at == len(seen.events)
+            if walk.at == seen.decided and tuple(walk.answers) == seen.answers:
+                return True, ()
+        walk = self._walked(seen, told or Passage(), len(seen.events), args, kwargs, chance, not sure)
+        return walk.at == len(seen.events) and walk.rolled == seen.rolls, tuple(walk.answers)
 
     def _walked(
-        self, seen: Trace, told: Passage, stop: int, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int
-    ) -> Replay | None:
-        """A walk of so many events, all of them skipped, or None if the inputs took another path."""
+        self,
+        seen: Trace,
+        told: Passage,
+        stop: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        chance: int,
+        rolls: bool = False,
+    ) -> Replay:
+        """A walk of so many events, all of them skipped; it has ended before if the inputs took another path. With
+        `rolls`, it notices draws from the host's random numbers even where the trace had none."""
         end = len(seen.events)
-        walk = Replay(self.layout, seen, (end, end), {}, frozenset(), told, stop=stop, chance=chance)
+        walk = Replay(
+            self.layout, seen, (end, end), {}, frozenset(), told, stop=stop, chance=chance, strict=True, rolls=rolls
+        )
         inputs = walk.meet_inputs((args, kwargs))
         try:
             walk.forward(*inputs)
         except Done:
             return walk
         except Exception:  # whatever the user's code says of stand-ins; a trace will tell what is true
-            return None
+            walk.at = -1
         return walk
 
     def run(
@@ -177,7 +206,15 @@ class Split:
         if not self.walks(path, stage):
             return self._called_alone(path, stage, received, passage, args, kwargs, around)
         replay = Replay(
-            self.layout, path.trace, path.span(stage), received, path.outgoing[stage], passage, around, chance=chance
+            self.layout,
+            path.trace,
+            path.span(stage),
+            received,
+            path.outgoing[stage],
+            passage,
+            around,
+            chance=chance,
+            last=stage == self.pieces - 1,
         )
         try:
             result = replay.run(args, kwargs)
@@ -270,8 +307,8 @@ class Split:
             return nn.Identity()  # called though it is no part of the model
 
     def _path(self, seen: Trace) -> Path:
-        starts = starts_of(seen, self.cuts)
-        for reason in filter(None, (refusal(seen, cut) for cut in starts[1:])):
+        starts = starts_of(seen, self.cuts, self.homes)
+        for reason in filter(None, (refusal(seen, cut) for cut in starts[1:] if 0 < cut < len(seen.events))):
             raise reason
 
         def stage_of(event: int) -> int:
@@ -316,6 +353,22 @@ class Split:
             owner[name] = last
         return owner
 
+    def _homes(self, path: Path) -> dict[str, int]:
+        """The stage of every module: that of its first call, or of its weights if the example does not call it."""
+        found = {}
+        for name, module in self.model.named_modules():
+            owners = [
+                self.owner[f"{name}.{inner}"]
+                for inner, _ in module.named_parameters()
+                if f"{name}.{inner}" in self.owner
+            ]
+            if owners:
+                found[name] = min(owners)
+        for at, event in reversed(list(enumerate(path.trace.events))):
+            if event.atom:
+                found[event.name] = path.stage_of(at)
+        return found
+
     def _called(self, name: str) -> str:
         """The name under which walks know a module that has several."""
         return str(self.layout.names[id(self.model.get_submodule(name))])
@@ -357,6 +410,12 @@ _EVERYWHERE = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
+
+
+def _contradict(answers: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether one was answered yes where the other was answered no. Numbers may differ and decide alike."""
+    pairs = zip(answers, others, strict=False)
+    return any(type(a) is bool and type(b) is bool and a is not b for a, b in pairs)
 
 
 def _nth_call(seen: Trace, name: str, key: int) -> int:

@@ -84,6 +84,8 @@ class Trace:
     withheld: frozenset[type] = frozenset()  # objects in the result that hold what several stages made
     answers: tuple[Any, ...] = ()  # of looks at data in open code: inputs of the same kind may take different paths
     decided: int = 0  # the event before which the last of them was given
+    rolls: bool = False  # open code draws from Python's or NumPy's random numbers, and may decide by them
+    chance: int = 0  # what the random numbers of open code depended on
     generators: tuple[Any, ...] = ()  # that the forward draws from and no module holds
     written: dict[str, str] = field(default_factory=dict)  # weights it changes, and where; "" where often is as once
     kept: dict[tuple[str, str], int] = field(default_factory=dict)  # module, attribute -> the event that sets it
@@ -95,6 +97,21 @@ class Trace:
         """Whether open code looked at the shape or type of something that is not the same on every stage."""
         return any(value.asked and value.made_by >= 0 and not value.free for value in self.values)
 
+    @property
+    def decides(self) -> bool:
+        """Whether inputs of one kind may take different paths."""
+        return bool(self.answers) or self.rolls
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether open code may leave modules out by chance."""
+        return self.rolls or bool(self.answers and self.draws)
+
+    @property
+    def draws(self) -> bool:
+        """Whether open code draws random numbers."""
+        return self.rolls or any(event.seed is not None for event in self.events)
+
     @cached_property
     def value_names(self) -> dict[int, int]:
         """The values by the names that all processes know them by."""
@@ -105,6 +122,7 @@ class Trace:
         """The events by theirs."""
         return {event.key: at for at, event in enumerate(self.events)}
 
+    @cached_property
     def signature(self) -> tuple[Any, ...]:
         """What two forwards have in common that take the same path, whatever their sizes."""
         events = [
@@ -112,7 +130,7 @@ class Trace:
             for e in self.events
         ]
         values = [(value.made_by, value.free, value.grad, value.asked) for value in self.values]
-        return (tuple(events), tuple(values), self.returned)
+        return (tuple(events), tuple(values), self.returned, self.rolls)
 
     def parameters(self) -> dict[str, list[int]]:
         """The events that use each parameter."""

@@ -22,12 +22,6 @@ from penstock.model.state import State
 from penstock.model.walk import Walk, is_walking, users_line
 from penstock.model.written import put_back
 
-_DRAWS = tuple(
-    name
-    for name, function in vars(random).items()
-    if isinstance(getattr(function, "__self__", None), random.Random) and name not in ("getstate", "setstate")
-)
-
 
 class untouched:
     """Put buffers, attributes, what they hold, and random states back as they were. `more` are generators that the
@@ -64,11 +58,11 @@ def _chance() -> tuple[Any, Any, torch.Tensor]:
 
 
 class no_side_effects:
-    """Refuse open code that draws from a random source of the host's, or keeps something on a module of the model's.
+    """Refuse open code that keeps something on a module of the model's.
 
-    Open code runs once on every stage: draws would differ and counts would be too high. Inside an atom all is well, as
-    long as no other event reads what it has kept; `read` is told of every one that does. `now` is the running event.
-    One thread at a time: functions of `random` and of all modules are others meanwhile.
+    Open code runs once on every stage: counts would be too high. Inside an atom all is well, as long as no other event
+    reads what it has kept; `read` is told of every one that does. `now` is the running event. One thread at a time:
+    functions of all modules are others meanwhile.
     """
 
     one_at_a_time = threading.RLock()
@@ -80,11 +74,7 @@ class no_side_effects:
     def __enter__(self) -> None:
         self.held = [_contents(module) for module in self.walk.layout.open]
         self.one_at_a_time.acquire()
-        self.draws = {name: getattr(random, name) for name in _DRAWS}
         self.setattr = nn.Module.__setattr__
-        self.settle()
-        for name, draw in self.draws.items():
-            setattr(random, name, self._watched(draw))
         walk, keep = self.walk, self.setattr
 
         def kept(module: nn.Module, name: str, value: Any) -> None:
@@ -104,8 +94,6 @@ class no_side_effects:
             self.one_at_a_time.release()
 
     def _leave(self, kind: type[BaseException] | None) -> None:
-        for name, function in self.draws.items():
-            setattr(random, name, function)
         nn.Module.__setattr__ = self.setattr  # type: ignore[method-assign]
         if self.kept_inside:
             del nn.Module.__getattribute__
@@ -129,32 +117,6 @@ class no_side_effects:
 
         nn.Module.__getattribute__ = looked  # type: ignore[method-assign,assignment]
 
-    def settle(self) -> None:
-        """What has been drawn so far was drawn inside an atom."""
-        self.state: tuple[Any, Any] = (random.getstate(), _numpy())
-
-    def check(self) -> None:
-        """Find draws that came by another way than the names in `random`."""
-        if self.state != (random.getstate(), _numpy()):
-            _refuse_draw(f"one before {users_line()}")
-
-    def _watched(self, draw: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            if is_walking() and not self.walk.inside:
-                _refuse_draw(f"one at {users_line()}")
-            return draw(*args, **kwargs)
-
-        return asked
-
-
-def _refuse_draw(where: str) -> None:
-    raise SplitError(
-        "a forward that takes the same path on every rank, without draws from Python's or numpy's random between "
-        "its submodules",
-        where,
-        "draw inside one block, or hand the decision in as an input",
-    )
-
 
 def _refuse_state(where: str) -> None:
     raise SplitError(
@@ -162,11 +124,6 @@ def _refuse_state(where: str) -> None:
         where,
         "keep it inside one block, or return it and pass it on",
     )
-
-
-def _numpy() -> tuple[Any, ...]:
-    state = np.random.get_state(legacy=True)
-    return (state[1].tobytes(), *state[2:])  # type: ignore[index]
 
 
 def _same(old: Any, new: Any) -> bool:
