@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import WIDTH, WORDS, Block, Of, blocks, floats, score, words
 
-from penstock.model.split import Passage
+from penstock.model.passage import Passage
 
 
 @pytest.fixture(autouse=True)

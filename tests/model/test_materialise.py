@@ -12,7 +12,8 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model.materialise import is_weightless, materialise, weightless
-from penstock.model.split import Passage, Split
+from penstock.model.passage import Passage
+from penstock.model.split import Split
 
 
 class Block(nn.Module):

@@ -20,7 +20,7 @@ from penstock.core.profile import Sent
 from penstock.model.batch import as_call
 from penstock.model.fakes import HOME, faked
 from penstock.model.layers import layers_of
-from penstock.model.replay import Passage
+from penstock.model.passage import Passage
 from penstock.model.stage import Job, Settings
 from penstock.profiler.attention import fused_attention
 from penstock.profiler.counting import Counting, flops, moved

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,11 +37,13 @@ from penstock.engine.worker import Worker
 from penstock.errors import InputError
 from penstock.model import tree
 from penstock.model.batch import ApartError, as_call, join, piece, rows_of, spans, uneven_spans
+from penstock.model.chain import Chain
 from penstock.model.loss import Total, total_of
+from penstock.model.replay import PathChangedError
 from penstock.model.seeding import mixed, random_states_kept
-from penstock.model.split import PathChangedError
 from penstock.model.stage import Job
 from penstock.model.untouched import untouched
+from penstock.model.walk import watching
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -298,13 +300,15 @@ class Pipeline:
         return update
 
     def _again(self, run: Callable[[], Any]) -> Any:
-        """Run something, and once more if a path has changed: it is then traced afresh, where all weights are."""
-        try:
+        """Run something, and once more if a path has changed: it is then traced afresh, where all weights are. Walks
+        are watched for all at once: that takes longer to begin and to end than a small stage."""
+        with nullcontext() if isinstance(self.model, Chain) else watching():
+            try:
+                return run()
+            except PathChangedError:
+                if not self.split.whole:
+                    raise
             return run()
-        except PathChangedError:
-            if not self.split.whole:
-                raise
-        return run()
 
     def _together(self, inputs: Any, cut: list[tuple[int, int]]) -> tuple[Any, bool]:
         """One result of several micro-batches, on the last stage's rank; or whether they cannot be put together, and

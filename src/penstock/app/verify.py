@@ -17,7 +17,8 @@ from penstock.model import tree
 from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
 from penstock.model.loss import Loss
-from penstock.model.replay import Passage, Replay
+from penstock.model.passage import Passage
+from penstock.model.replay import Replay
 from penstock.model.split import Split
 from penstock.model.stage import Job, Settings, Stage
 from penstock.model.untouched import copied, untouched

@@ -13,7 +13,7 @@ import torch
 from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.naming import leaf_places
-from penstock.model.replay import Passage
+from penstock.model.passage import Passage
 from penstock.model.trace import Trace
 
 _PLAIN = (type(None), bool, int, float, str)

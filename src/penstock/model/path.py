@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from penstock.model.allowed import refusal
+from penstock.model.cuts import starts_of
 from penstock.model.kinds import Kind
-from penstock.model.replay import Passage
+from penstock.model.passage import Passage
 from penstock.model.state import State
 from penstock.model.trace import Trace
 
@@ -88,3 +91,42 @@ class Path:
         """A value in words: the event that made it, and where that is called."""
         event = self.trace.events[self.trace.values[value].made_by]
         return f"the result of {event.name!r} at {event.line}"
+
+
+def path_through(
+    seen: Trace, cuts: list[tuple[str, int]], homes: Mapping[str, int], edges: tuple[tuple[int, int], ...]
+) -> Path:
+    """A forward cut at the n-th calls of modules; refused where stages could not do together what it does across a cut.
+
+    A value gets from one stage to another straight where they exchange data on the example's path, whose edges these
+    are, else from neighbour to neighbour: a schedule has transfers for the example's edges alone.
+    """
+    starts = starts_of(seen, cuts, homes)
+    for reason in filter(None, (refusal(seen, cut) for cut in starts[1:] if 0 < cut < len(seen.events))):
+        raise reason
+
+    def stage_of(event: int) -> int:
+        return bisect_right(starts, event) - 1
+
+    incoming: tuple[dict[int, int], ...] = tuple({} for _ in starts)
+    outgoing: list[set[int]] = [set() for _ in starts]
+    changed: list[set[int]] = [set() for _ in starts]
+    for number, value in enumerate(seen.values):
+        if value.made_by < 0 or value.free:
+            continue
+        source = stage_of(value.made_by)
+        for reader in {stage_of(event) for event in value.read_by} - {source}:
+            for giver, taker in _ways(source, reader, edges):
+                incoming[taker][number] = giver
+                outgoing[giver].add(number)
+    for at, event in enumerate(seen.events):
+        for before, _ in event.changes:
+            if before in incoming[stage_of(at)]:
+                changed[stage_of(at)].add(before)
+    return Path(seen, starts, incoming, tuple(map(frozenset, outgoing)), tuple(map(frozenset, changed)))
+
+
+def _ways(source: int, reader: int, edges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    if not edges or (source, reader) in edges:
+        return [(source, reader)]
+    return [(stage, stage + 1) for stage in range(source, reader)]

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import SplitError
@@ -23,14 +21,12 @@ from penstock.model.batchnorm import is_deferred
 from penstock.model.fakes import HOME, is_fake
 from penstock.model.materialise import is_weightless
 from penstock.model.naming import alike, name_of, places, settle_names
+from penstock.model.operations import PLAIN, Operations
 from penstock.model.seeding import draws, host_draws, mixed, set_draws, torch_seeded
 from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow
 from penstock.model.untouched import copied, no_side_effects, untouched
 from penstock.model.walk import Layout, Walk, users_line
 from penstock.model.written import Written, place
-
-_whole: set[Any] = {torch.ops.prim.device.default}  # operations that torch does not break into others
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, type)
 
 
 def trace(
@@ -60,7 +56,7 @@ def trace(
 def _recorded(layout: Layout, inputs: Any, chance: int, saving: AbstractContextManager[Any]) -> Trace:
     args, kwargs = inputs
     layout.read_parameters()
-    with untouched(layout.model), _Operations(Written(layout)) as counter, saving:
+    with untouched(layout.model), Operations(Written(layout)) as counter, saving:
         recorder = _Recorder(layout, inputs, counter, chance)
         try:
             with recorder.effects, recorder.host:
@@ -82,7 +78,7 @@ def _unsaved(_: None) -> torch.Tensor:
 
 
 class _Recorder(Walk):
-    def __init__(self, layout: Layout, inputs: Any, counter: _Operations, chance: int) -> None:
+    def __init__(self, layout: Layout, inputs: Any, counter: Operations, chance: int) -> None:
         super().__init__(layout)
         self.counter, self.chance = counter, chance
         self.host = host_draws(chance)
@@ -382,7 +378,7 @@ class _Recorder(Walk):
         if isinstance(leaf, torch.Tensor):
             value = self.known.get(id(leaf))
             return leaf in self.born or (value is not None and not self.values[value].free)
-        if not depth or isinstance(leaf, _PLAIN) or callable(leaf):
+        if not depth or isinstance(leaf, PLAIN) or callable(leaf):
             return False
         inner = list(getattr(leaf, "__dict__", {}).values())
         if isinstance(leaf, (list, tuple, set, frozenset)):
@@ -406,44 +402,6 @@ class _Inside(TorchFunctionMode):
         self.recorder.used_inside(args, kwargs)
         self.recorder.counter.written.setting(func, args)
         return self.recorder.made_inside(func(*args, **kwargs))
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations by torch's own formulas; torch's own counter would put hooks on modules and tensors. Tells of
-    those that write to weights."""
-
-    def __init__(self, written: Written) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total, self.written, self.mark = 0.0, written, 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        formula = flop_registry.get(func._overloadpacket)
-        with torch._C.DisableTorchFunction():  # these are no functions that the model calls
-            if formula is None and func not in _whole:
-                with self:
-                    parts = func.decompose(*args, **kwargs)
-                if parts is not NotImplemented:
-                    return parts
-                _whole.add(func)  # nearly all are: from now on without the way through this mode
-            if func._schema.is_mutable:
-                self.written.operation(func, args, kwargs)
-            result = func(*args, **kwargs)
-        if formula is not None:
-            self.total += float(formula(*args, **kwargs, out_val=result))
-        self.mark = hash((self.mark, func, _outline(args), _outline(tuple(kwargs.values()))))
-        return result
-
-
-def _outline(value: Any) -> Any:
-    """What an operator is given, without the data."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.requires_grad
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_outline, value))
-    return value if isinstance(value, _PLAIN) else type(value)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.additions import Place, add, added, list_lengths
+from penstock.model.passage import Passage, Withheld
 from penstock.model.seeding import draws, host_draws, mixed, torch_seeded
 from penstock.model.trace import DATA, HOOKS, Event, Trace, answer, hollow
 from penstock.model.walk import Layout, Walk, users_line
@@ -38,40 +39,6 @@ class Done(BaseException):
     """The stage's last event is over: leave the forward. Not an Exception, so that no user's handler keeps it."""
 
 
-@dataclass
-class Passage:
-    """What one micro-batch's stages tell each other besides tensors: what open code asks of them, and plain results."""
-
-    shapes: dict[int, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)  # by value
-    plain: dict[int, Any] = field(default_factory=dict)  # by event: its result, with empty tensors in it
-    grads: dict[int, bool] = field(default_factory=dict)  # by value: whether it needs a gradient, where the trace errs
-
-    @staticmethod
-    def of(seen: Trace) -> Passage:
-        """What the stages of a traced forward would have told each other."""
-        asked = {v: (value.shape, value.dtype) for v, value in enumerate(seen.values) if value.asked}
-        return Passage(asked, {at: seen.results[at] for at, event in enumerate(seen.events) if event.talks})
-
-
-class Withheld:
-    """In place of an object in the model's result that several stages filled, of which no stage has all."""
-
-    def __init__(self, kind: type) -> None:
-        self.__dict__["kind"] = kind
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and printing are no use of it
-            raise AttributeError(name)
-        raise SplitError(
-            "results made of tensors",
-            f"{name!r} of a {self.kind.__name__}, which modules of several stages filled on the side",
-            "tell the model not to return it (use_cache=False, say)",
-        )
-
-    def __repr__(self) -> str:
-        return f"Withheld({self.kind.__name__})"
-
-
 class Replay(Walk):
     """Runs events `first` to `last` of a trace."""
 
@@ -89,15 +56,18 @@ class Replay(Walk):
         strict: bool = False,
         rolls: bool = False,
         last: bool = True,
+        common: dict[int, Any] | None = None,
     ) -> None:
         super().__init__(layout)
         self.last = last  # the model's result is wanted
+        self.common = {} if common is None else common
         self.strict = strict  # nothing but a question: do these inputs take this path?
         self.chance = chance  # what random numbers that open code draws depend on
         self.host = host_draws(chance) if rolls or plan.rolls else None
         self.rolled = False
         self.stop = span[1] if stop is None else stop  # the event at which to leave
         self.plan, self.span, self.wanted, self.passage = plan, span, wanted, passage
+        self.names = plan.names
         self.received = dict(received)
         self.around = around  # entered for each atom, not for open code, whose functions must keep their names
         self.at = 0
@@ -193,21 +163,21 @@ class Replay(Walk):
         return 0 <= held.made_by < self.span[0] and not held.free and value not in self.received
 
     def atom(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.expected() != name:
+        if self.names[self.at] != name:
             raise self.strange(name)
         return self.event(call, args, kwargs)
 
     def glue(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name == self.expected():
+        if name == self.names[self.at]:
             return self.event(call, args, kwargs)
         if name in self.plan.quiet or name == _DEVICE:
             return self.look(name, call, args, kwargs)
-        if name.rsplit(".", 1)[-1] not in HOOKS and self.is_constant((args, kwargs)):
+        if last_word(name) not in HOOKS and self.is_constant((args, kwargs)):
             return self.constant(name, call, args, kwargs)
         raise self.strange(name)
 
     def strange(self, name: str) -> PathChangedError:
-        return PathChangedError(f"{name} at {users_line()}, where the trace has {self.expected() or 'the end'}")
+        return PathChangedError(f"{name} at {users_line()}, where the trace has {self.names[self.at] or 'the end'}")
 
     def is_constant(self, given: Any) -> bool:
         """Whether something depends on inputs and constants alone, which every stage has."""
@@ -224,12 +194,13 @@ class Replay(Walk):
         self.constants += made
         return result
 
-    def expected(self) -> str:
-        return self.plan.events[self.at].name if self.at < len(self.plan.events) else ""
-
     def look(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that makes nothing: shapes, types, devices; or a value, which only a tensor that is here has."""
-        short = name.rsplit(".", 1)[-1]
+        if name.endswith(".__get__") and len(args) == 1:  # nearly all
+            value = self.value.get(id(args[0]))
+            if value is None or not (self.empty(value) or value in self.received):
+                return self.native(call, args, kwargs)
+        short = last_word(name)
         values = [self.value[id(t)] for t in tree.tensors((args, kwargs)) if id(t) in self.value]
         if short in HOOKS and any(self.plan.values[v].made_by < self.span[0] for v in values):
             return _Handle()  # the stage that makes the tensor has put the hook on it
@@ -272,9 +243,27 @@ class Replay(Walk):
             raise Done
         self.at += 1
         event = self.plan.events[at]
+        if event.free and at in self.plan.common:
+            return self.share(at, event, call, args, kwargs)
         if first <= at < last or event.free:
             return self.act(at, event, call, args, kwargs)
         return self.skip(at, event, (args, kwargs))
+
+    def share(
+        self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What depends on nothing but inputs: the first stage of a process computes it, the others take it."""
+        found = self.common.get(at)
+        if found is None:
+            found = self.common[at] = self.act(at, event, call, args, kwargs)
+        elif type(found) is torch.Tensor and len(event.makes) == 1:
+            self.meet(found, event.makes[0])
+        else:
+            fixed = self.layout.is_parameter
+            made = [t for t in tree.tensors(found) if not fixed(t)]
+            for tensor, value in zip(made, event.makes, strict=True):
+                self.meet(tensor, value)
+        return found
 
     def act(
         self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -409,6 +398,12 @@ class Replay(Walk):
             empty = self.plan.stand_ins[value] = torch.empty(shape, dtype=dtype, device="meta")
         self.meet(empty, value)
         return empty
+
+
+@cache
+def last_word(name: str) -> str:
+    """A function's own name."""
+    return name.rsplit(".", 1)[-1]
 
 
 class _Handle:

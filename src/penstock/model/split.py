@@ -6,7 +6,6 @@ What one forward does may depend on its inputs' structure (an optional mask, an 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -15,14 +14,14 @@ import torch
 from torch import nn
 
 from penstock.errors import SplitError
-from penstock.model.allowed import refusal
 from penstock.model.chain import Chain
-from penstock.model.cuts import balanced, fullest_trace, hooks_of, open_enough, open_for, starts_of
+from penstock.model.cuts import balanced, fullest_trace, hooks_of, open_enough, open_for
 from penstock.model.flags import flags_of
 from penstock.model.kinds import ANY, Kind, Outlook, kind_of_inputs
-from penstock.model.path import Path
+from penstock.model.passage import Passage
+from penstock.model.path import Path, path_through
 from penstock.model.record import trace
-from penstock.model.replay import Done, Passage, PathChangedError, Replay
+from penstock.model.replay import Done, PathChangedError, Replay
 from penstock.model.trace import Trace
 from penstock.model.walk import Layout
 
@@ -138,7 +137,7 @@ class Split:
         for path in known:
             if path.trace.signature == seen.signature:
                 return path.noted(kind, Passage.of(seen))
-        fresh = self._path(seen)
+        fresh = path_through(seen, self.cuts, self.homes, self.edges)
         self._refuse_parted_hooks(fresh)
         known[: len(known) + 1 - PATHS] = []
         known.append(fresh)
@@ -215,6 +214,7 @@ class Split:
             around,
             chance=chance,
             last=stage == self.pieces - 1,
+            common=passage.common,
         )
         try:
             result = replay.run(args, kwargs)
@@ -305,38 +305,6 @@ class Split:
             return self.model.get_submodule(name)
         except AttributeError:
             return nn.Identity()  # called though it is no part of the model
-
-    def _path(self, seen: Trace) -> Path:
-        starts = starts_of(seen, self.cuts, self.homes)
-        for reason in filter(None, (refusal(seen, cut) for cut in starts[1:] if 0 < cut < len(seen.events))):
-            raise reason
-
-        def stage_of(event: int) -> int:
-            return bisect_right(starts, event) - 1
-
-        incoming: tuple[dict[int, int], ...] = tuple({} for _ in range(self.pieces))
-        outgoing: list[set[int]] = [set() for _ in range(self.pieces)]
-        changed: list[set[int]] = [set() for _ in range(self.pieces)]
-        for number, value in enumerate(seen.values):
-            if value.made_by < 0 or value.free:
-                continue
-            source = stage_of(value.made_by)
-            for reader in {stage_of(event) for event in value.read_by} - {source}:
-                for giver, taker in self._ways(source, reader):
-                    incoming[taker][number] = giver
-                    outgoing[giver].add(number)
-        for at, event in enumerate(seen.events):
-            for before, _ in event.changes:
-                if before in incoming[stage_of(at)]:
-                    changed[stage_of(at)].add(before)
-        return Path(seen, starts, incoming, tuple(map(frozenset, outgoing)), tuple(map(frozenset, changed)))
-
-    def _ways(self, source: int, reader: int) -> list[tuple[int, int]]:
-        """How a value gets from one stage to another: straight where they exchange data on the example's path, else
-        from neighbour to neighbour, as a schedule has transfers for the example's edges alone."""
-        if not self.edges or (source, reader) in self.edges:
-            return [(source, reader)]
-        return [(stage, stage + 1) for stage in range(source, reader)]
 
     def _owners(self, path: Path) -> dict[str, int]:
         """The stage of every parameter of the model: none is ever lost."""
@@ -437,6 +405,3 @@ def _refuse_compiled(model: nn.Module) -> None:
             f"{type(getattr(model, '_orig_mod', model)).__name__} compiled as a whole",
             "compile its blocks instead: model.block = torch.compile(model.block)",
         )
-
-
-__all__ = ["Passage", "Path", "PathChangedError", "Split"]

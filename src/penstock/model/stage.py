@@ -17,8 +17,8 @@ from penstock.model.buffers import Buffers
 from penstock.model.loss import Loss
 from penstock.model.offload import Offload, saving, to_device, to_host
 from penstock.model.own_loss import next_node, own_loss
+from penstock.model.passage import Passage
 from penstock.model.path import Path
-from penstock.model.replay import Passage
 from penstock.model.reweigh import Reweigh
 from penstock.model.seeding import mixed, seed_all
 from penstock.model.split import Split

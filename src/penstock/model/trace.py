@@ -113,6 +113,21 @@ class Trace:
         return self.rolls or any(event.seed is not None for event in self.events)
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """What is called at each event, and nothing at the end."""
+        return (*(event.name for event in self.events), "")
+
+    @cached_property
+    def common(self) -> frozenset[int]:
+        """Events of which stages in one process may share a result: it is the same for all, and nobody changes it."""
+        changed = {before for event in self.events for before, _ in event.changes}
+        return frozenset(
+            at
+            for at, event in enumerate(self.events)
+            if event.free and not event.changes and event.region is None and not changed & {*event.makes, *event.reads}
+        )
+
+    @cached_property
     def value_names(self) -> dict[int, int]:
         """The values by the names that all processes know them by."""
         return {value.key: number for number, value in enumerate(self.values)}

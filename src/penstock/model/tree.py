@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # met for every torch function
+_LEAVES = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Tensor}  # types known to hold no parts
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -24,13 +24,23 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _gather(value: Any, found: list[torch.Tensor]) -> None:
-    if type(value) in _PLAIN:
-        return
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-        return
-    for part in parts(value):
-        _gather(part, found)
+    """This is done for every torch function that open code calls: the usual kinds come first."""
+    for part in value if type(value) is tuple else (value,):
+        kind = type(part)
+        if kind is torch.Tensor:
+            found.append(part)
+        elif kind in _LEAVES:
+            continue
+        elif kind is tuple:
+            _gather(part, found)
+        elif kind is dict:
+            for inner in part.values():
+                _gather(inner, found)
+        elif isinstance(part, torch.Tensor):
+            found.append(part)
+        else:
+            for inner in parts(part):
+                _gather(inner, found)
 
 
 def leaves(value: Any) -> list[Any]:
@@ -44,7 +54,7 @@ def replace(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """The same value with every tensor changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    inner = parts(value)
+    inner = () if type(value) in _LEAVES else parts(value)
     if not inner:
         return value
     return _with(value, inner, [replace(part, change) for part in inner])
@@ -93,7 +103,7 @@ def parts(value: Any) -> Sequence[Any]:
     kind = type(value)
     if kind is tuple or kind is list:
         return value  # type: ignore[no-any-return]
-    if kind in _PLAIN:
+    if kind in _LEAVES:
         return ()
     if isinstance(value, Mapping):
         return list(value.values())
@@ -101,6 +111,8 @@ def parts(value: Any) -> Sequence[Any]:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if not isinstance(value, torch.Tensor):
+        _LEAVES.add(kind)
     return ()
 
 

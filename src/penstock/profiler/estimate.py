@@ -18,7 +18,7 @@ from penstock.errors import InputError
 from penstock.model import tree
 from penstock.model.fakes import fake, faked
 from penstock.model.layers import layers_of
-from penstock.model.replay import Passage
+from penstock.model.passage import Passage
 from penstock.model.stage import Job, Settings
 from penstock.model.untouched import copied, untouched
 from penstock.model.walk import users_line

@@ -18,7 +18,8 @@ from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
 from penstock.model.heap import Heap, bytes_of
 from penstock.model.layers import Layers
-from penstock.model.replay import Passage, Replay
+from penstock.model.passage import Passage
+from penstock.model.replay import Replay
 from penstock.model.stage import Job, Settings, Stage, Values
 from penstock.model.walk import watching
 from penstock.profiler.counting import Counting, Work

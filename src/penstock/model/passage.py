@@ -1,0 +1,46 @@
+"""What the stages of one micro-batch tell each other besides tensors, and what a result holds where none could."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from penstock.errors import SplitError
+from penstock.model.trace import Trace
+
+
+@dataclass
+class Passage:
+    """What one micro-batch's stages tell each other besides tensors: what open code asks of them, and plain results."""
+
+    shapes: dict[int, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)  # by value
+    plain: dict[int, Any] = field(default_factory=dict)  # by event: its result, with empty tensors in it
+    grads: dict[int, bool] = field(default_factory=dict)  # by value: whether it needs a gradient, where the trace errs
+    common: dict[int, Any] = field(default_factory=dict)  # by event: its result, for stages of the same process
+
+    @staticmethod
+    def of(seen: Trace) -> Passage:
+        """What the stages of a traced forward would have told each other."""
+        asked = {v: (value.shape, value.dtype) for v, value in enumerate(seen.values) if value.asked}
+        return Passage(asked, {at: seen.results[at] for at, event in enumerate(seen.events) if event.talks})
+
+
+class Withheld:
+    """In place of an object in the model's result that several stages filled, of which no stage has all."""
+
+    def __init__(self, kind: type) -> None:
+        self.__dict__["kind"] = kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and printing are no use of it
+            raise AttributeError(name)
+        raise SplitError(
+            "results made of tensors",
+            f"{name!r} of a {self.kind.__name__}, which modules of several stages filled on the side",
+            "tell the model not to return it (use_cache=False, say)",
+        )
+
+    def __repr__(self) -> str:
+        return f"Withheld({self.kind.__name__})"
