@@ -875,3 +875,35 @@ def test_frozen_parameters_get_no_gradient_and_tied_ends_one():
     model.blocks[1].requires_grad_(False)
     pipe = check(model, words(4, 5), [words(3, 6), words(7, 4)], stages=4)
     assert pipe.split.owner["words.weight"] == 0
+
+
+class Reversed(torch.autograd.Function):
+    """Keeps its input alone, and runs its layers again in its backward, which is one of its own."""
+
+    @staticmethod
+    def forward(ctx, x, layers):
+        ctx.layers = layers
+        ctx.save_for_backward(x.detach())
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = y = x.detach().requires_grad_()
+            for layer in ctx.layers:
+                y = layer(y)
+            y.backward(gradient)
+        return x.grad, None
+
+
+def test_a_backward_that_calls_another_backward():
+    """As reversible layers do: gradients of theirs are nowhere but in `.grad`."""
+    model = Of(lambda m, x: m.last(m.mid(m.first(x))), first=Block(), mid=Of(_reversed, layers=blocks(3)), last=Block())
+    check(model.double(), row(), BATCHES, stages=3)
+
+
+def _reversed(m, x):
+    return Reversed.apply(x, m.layers)

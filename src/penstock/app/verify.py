@@ -144,27 +144,10 @@ def _weighed(result: Any) -> torch.Tensor:
 
 
 def _gradients(split: Split, total: torch.Tensor) -> Found:
-    """The gradient of every parameter that has one, by name, and under no name what they are gradients of."""
-    named = {name: p for name, p in split.model.named_parameters() if p.requires_grad}
-    found: tuple[torch.Tensor | None, ...]
-    try:
-        found = torch.autograd.grad(total, list(named.values()), allow_unused=True, retain_graph=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        found = _by_backward(list(named.values()), total)  # such a checkpoint knows no other way
-    gradients = {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
-    dtype = next((gradient.dtype for gradient in gradients.values()), total.dtype)
-    return gradients | {"": total.detach().to(dtype)}
-
-
-def _by_backward(parameters: list[torch.nn.Parameter], total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    before = [parameter.grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
+    """The gradient of every parameter that has one, by name, and under no name what they are gradients of. By way of
+    `.grad`, as training does it: a backward of the user's may call another one, whose gradients are nowhere else."""
+    with _gradients_apart(split) as gradients:
         total.backward()  # type: ignore[no-untyped-call]
-        return tuple(parameter.grad for parameter in parameters)
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
+        found = gradients()
+    dtype = next((gradient.dtype for gradient in found.values()), total.dtype)
+    return found | {"": total.detach().to(dtype)}
