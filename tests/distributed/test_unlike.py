@@ -15,6 +15,7 @@ torch.set_num_threads(1)
 
 OTHER = ("other numbers", "other layers", "blocks through a set")  # in each process: nothing that ranks can share
 HASHED = ("through a set", "one module through a set", "glue through a set", "sorted by hash", "sorted by address")
+PARTED = "a weight used elsewhere"  # of a stage that has not got it
 ALIKE = tuple(name for name in unlike.CASES if name not in OTHER)
 SEEDS = {2: ["1,8", "2,7", "3,13", "4,14"], 4: ["1,7,2,8", "3,13,4,14"]}  # all three of OTHER differ
 CLOSE = 1e-13
@@ -52,7 +53,10 @@ def test_in_one_process(name, stages, in_doubles):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_ranks(ranks, tmp_path):
-    assert wrong(on_ranks(tmp_path, ranks, ALIKE)) == {}
+    found = on_ranks(tmp_path, ranks, ALIKE)
+    for refusal in [one.pop(PARTED) for one in found]:
+        assert "'first.weight', which stage" in refusal
+    assert wrong(found) == {}
 
 
 @pytest.mark.parametrize(("ranks", "seeds"), [(ranks, seeds) for ranks, some in SEEDS.items() for seeds in some])

@@ -180,6 +180,14 @@ class Shared(nn.Module):
         return x + sum(shared.values()) + rows[1]
 
 
+def elsewhere(m: Model, x: Tensor, again: Tensor | None = None) -> Tensor:
+    """Uses the first layer's weights once more at the end, for some inputs."""
+    x = m.first(x)
+    for block in m.blocks:
+        x = block(x)
+    return x if again is None else m.first(x) + again
+
+
 class Case(NamedTuple):
     """What is trained, and on which batches; `example` may be another kind of input than the batches are."""
 
@@ -252,6 +260,13 @@ def text(kind: str, **options: Any) -> Case:
     return Case(model, {"input_ids": data[0][0]["input_ids"]}, data, _tokens)
 
 
+def moved() -> Case:
+    """Batches of which some use a weight on another stage than the example does."""
+    data: list[tuple[Any, Tensor]] = [({"x": torch.randn(4, 3, WIDTH)}, torch.randn(4, 3, WIDTH)) for _ in range(3)]
+    data[1][0]["again"] = torch.randn(4, 3, WIDTH)
+    return Case(Model(elsewhere), data[0][0], data, _square)
+
+
 class Drops(Model):
     """Leaves each block out by a random number drawn between them, and tells which it has kept."""
 
@@ -308,6 +323,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "llama without cache": lambda: text("Llama", use_cache=False),
     "bert": lambda: text("Bert"),
     "identities": lambda: sometimes(),
+    "a weight used elsewhere": lambda: moved(),
     "additions": lambda: floats(Shared()),
     "never dropped by torch": lambda: dropped(lambda: float(torch.rand([])), 0.0),
     "dropped by torch": lambda: dropped(lambda: float(torch.rand([])), 0.5),

@@ -139,6 +139,8 @@ class Split:
                 return path.noted(kind, Passage.of(seen))
         fresh = path_through(seen, self.cuts, self.homes, self.edges)
         self._refuse_parted_hooks(fresh)
+        if not self.whole:
+            self._require_weights(fresh)
         known[: len(known) + 1 - PATHS] = []
         known.append(fresh)
         return fresh.noted(kind, Passage.of(seen))
@@ -357,6 +359,19 @@ class Split:
                     getattr(hook, "__qualname__", repr(hook)),
                     "put them on the modules that are meant",
                 )
+
+    def _require_weights(self, path: Path) -> None:
+        """Where each stage has its own weights alone, it can use no others on another path."""
+        used = [self.uses(stage) for stage in range(self.pieces)]
+        for at, event in enumerate(path.trace.events):
+            stage = path.stage_of(at)
+            for name in event.parameters:
+                if name not in used[stage]:
+                    raise SplitError(
+                        "inputs with which every stage uses weights that it uses with the example, too",
+                        f"{name!r}, which stage {stage} uses at {event.line} with these inputs alone",
+                        "make the Pipeline with an example that makes the most of the model: such inputs",
+                    )
 
     def _refuse_parted_hooks(self, path: Path) -> None:
         """A tied parameter's gradient comes in parts, one from each stage that uses it: a hook would see parts."""
