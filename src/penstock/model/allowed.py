@@ -84,3 +84,16 @@ def _in_use(seen: Trace, before: int, after: int, cut: int) -> bool:
     held = seen.values[before]
     crosses = 0 <= held.made_by < cut and not held.free
     return crosses and (max(held.read_by, default=-1) >= cut or bool(seen.values[after].read_by))
+
+
+def refuse_shared_inputs(seen: Trace, memory: list[int]) -> None:
+    """An input that is changed in place is copied for each stage: nothing else may show the change. `memory` is where
+    the inputs lie."""
+    for value in seen.inputs:
+        if memory[value] and memory.count(memory[value]) > 1:
+            event = next(event for event in seen.events if any(before == value for before, _ in event.changes))
+            raise SplitError(
+                "an input that the forward changes in place to share no memory with another",
+                f"{event.name} at {event.line}",
+                "hand in copies, or change a copy",
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -11,6 +10,7 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model.allowed import refusal
+from penstock.model.hooks import hooks_of
 from penstock.model.record import trace
 from penstock.model.trace import Event, Trace
 from penstock.model.walk import Layout
@@ -111,12 +111,6 @@ def openable(module: nn.Module) -> bool:
     return not whole and not hooks_of(module) and any(True for _ in module.children())
 
 
-def hooks_of(module: nn.Module) -> list[str]:
-    """Names of the hooks on a module itself: an open module's would run on every stage."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [getattr(hook, "__qualname__", repr(hook)) for kind in kinds for hook in getattr(module, kind, {}).values()]
-
-
 def weights(model: nn.Module, seen: Trace) -> list[float]:
     """Operations of every event: counted ones (or two a parameter, where none are), and one for each byte it makes."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -128,42 +122,6 @@ def weights(model: nn.Module, seen: Trace) -> list[float]:
         return (event.flops or 2.0 * size) + sum(seen.values[v].bytes for v in event.makes)
 
     return [weigh(event) for event in seen.events]
-
-
-def starts_of(seen: Trace, cuts: list[tuple[str, int]], homes: Mapping[str, int]) -> tuple[int, ...]:
-    """The event at which each stage begins, for cuts at the n-th calls of modules.
-
-    On a path that leaves such a module out, as layers are that drop themselves, the stage begins at the first module of
-    its own or of a later stage; `homes` are the stages of modules, where they are known from another path.
-    """
-    starts = [0]
-    for stage, (name, nth) in enumerate(cuts, 1):
-        calls = [at for at, event in enumerate(seen.events) if event.atom and event.name == name]
-        if len(calls) > nth:
-            start = calls[nth]
-        elif homes:
-            start = _begins(seen, stage, homes, starts[-1])
-        else:
-            raise SplitError(
-                "cuts at modules that the forward calls", repr(name), "name a module that is called itself"
-            )
-        if start <= starts[-1] and not homes:
-            raise SplitError(
-                "cuts in the order of the forward, each stage with something to run",
-                ", ".join(name for name, _ in cuts),
-                "order them as the model calls them, and start after its first module",
-            )
-        starts.append(max(start, starts[-1]))
-    if not homes and not any(event.atom or event.parameters for event in seen.events[: starts[1] if cuts else None]):
-        raise SplitError("a first stage with something to run", repr(cuts[0][0] if cuts else ""), "start it later")
-    return tuple(starts)
-
-
-def _begins(seen: Trace, stage: int, homes: Mapping[str, int], after: int) -> int:
-    for at, event in enumerate(seen.events):
-        if at >= after and event.atom and homes.get(event.name, -1) >= stage:
-            return at
-    return len(seen.events)
 
 
 def balanced(model: nn.Module, seen: Trace, pieces: int, avoid: frozenset[int] = frozenset()) -> list[tuple[str, int]]:

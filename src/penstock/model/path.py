@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from penstock.errors import SplitError
 from penstock.model.allowed import refusal
-from penstock.model.cuts import starts_of
 from penstock.model.kinds import Kind
 from penstock.model.passage import Passage
 from penstock.model.state import State
@@ -130,3 +130,39 @@ def _ways(source: int, reader: int, edges: tuple[tuple[int, int], ...]) -> list[
     if not edges or (source, reader) in edges:
         return [(source, reader)]
     return [(stage, stage + 1) for stage in range(source, reader)]
+
+
+def starts_of(seen: Trace, cuts: list[tuple[str, int]], homes: Mapping[str, int]) -> tuple[int, ...]:
+    """The event at which each stage begins, for cuts at the n-th calls of modules.
+
+    On a path that leaves such a module out, as layers are that drop themselves, the stage begins at the first module of
+    its own or of a later stage; `homes` are the stages of modules, where they are known from another path.
+    """
+    starts = [0]
+    for stage, (name, nth) in enumerate(cuts, 1):
+        calls = [at for at, event in enumerate(seen.events) if event.atom and event.name == name]
+        if len(calls) > nth:
+            start = calls[nth]
+        elif homes:
+            start = _begins(seen, stage, homes, starts[-1])
+        else:
+            raise SplitError(
+                "cuts at modules that the forward calls", repr(name), "name a module that is called itself"
+            )
+        if start <= starts[-1] and not homes:
+            raise SplitError(
+                "cuts in the order of the forward, each stage with something to run",
+                ", ".join(name for name, _ in cuts),
+                "order them as the model calls them, and start after its first module",
+            )
+        starts.append(max(start, starts[-1]))
+    if not homes and not any(event.atom or event.parameters for event in seen.events[: starts[1] if cuts else None]):
+        raise SplitError("a first stage with something to run", repr(cuts[0][0] if cuts else ""), "start it later")
+    return tuple(starts)
+
+
+def _begins(seen: Trace, stage: int, homes: Mapping[str, int], after: int) -> int:
+    for at, event in enumerate(seen.events):
+        if at >= after and event.atom and homes.get(event.name, -1) >= stage:
+            return at
+    return len(seen.events)

@@ -17,6 +17,7 @@ from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.absent import without_weights, written_out
 from penstock.model.additions import Containers
+from penstock.model.allowed import refuse_shared_inputs
 from penstock.model.batchnorm import is_deferred
 from penstock.model.fakes import HOME, is_fake
 from penstock.model.materialise import is_weightless
@@ -49,7 +50,7 @@ def trace(
     home = next((tensor.device for tensor in given), HOME)
     seen = without_weights(layout.model, home, find) if bare else find()
     layout.read_parameters()
-    _refuse_shared_inputs(seen, given)
+    refuse_shared_inputs(seen, [place(tensor) for tensor in given])
     return seen
 
 
@@ -406,16 +407,3 @@ class _Inside(TorchFunctionMode):
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _refuse_shared_inputs(seen: Trace, given: list[torch.Tensor]) -> None:
-    """An input that is changed in place is copied for each stage: nothing else may show the change."""
-    memory = [place(tensor) for tensor in given]
-    for value in seen.inputs:
-        if memory[value] and memory.count(memory[value]) > 1:
-            event = next(event for event in seen.events if any(before == value for before, _ in event.changes))
-            raise SplitError(
-                "an input that the forward changes in place to share no memory with another",
-                f"{event.name} at {event.line}",
-                "hand in copies, or change a copy",
-            )

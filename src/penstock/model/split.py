@@ -15,8 +15,9 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model.chain import Chain
-from penstock.model.cuts import balanced, fullest_trace, hooks_of, open_enough, open_for
+from penstock.model.cuts import balanced, fullest_trace, open_enough, open_for
 from penstock.model.flags import flags_of
+from penstock.model.hooks import refuse_compiled, refuse_open_hooks, refuse_parted_hooks
 from penstock.model.kinds import ANY, Kind, Outlook, kind_of_inputs
 from penstock.model.passage import Passage
 from penstock.model.path import Path, path_through
@@ -48,7 +49,7 @@ class Split:
         seen: Trace | None = None,  # of the example, by somebody who opened the same modules
         avoid: frozenset[int] = frozenset(),  # names of events at which nothing is to be cut
     ) -> None:
-        _refuse_compiled(model)
+        refuse_compiled(model)
         self.model, self.pieces = model, pieces
         self.cuts: list[tuple[str, int]] = []
         # Around a trace, which runs the whole model: weights that wait elsewhere come home for it.
@@ -59,11 +60,11 @@ class Split:
             seen = trace(self.layout, args, kwargs)
         elif cuts is None:
             self.layout, seen = open_enough(model, pieces, args, kwargs)
-            self._refuse_hooks()
+            refuse_open_hooks(self.layout, self.pieces)
             self.cuts = balanced(model, seen, pieces, avoid)
         else:
             self.layout = Layout(model, cuts.opened if isinstance(cuts, Cuts) else open_for(model, cuts))
-            self._refuse_hooks()
+            refuse_open_hooks(self.layout, self.pieces)
             seen = seen or fullest_trace(self.layout, args, kwargs)
             if isinstance(cuts, Cuts):
                 self.cuts = [(name, _nth_call(seen, name, key)) for name, key in cuts.calls]
@@ -82,7 +83,7 @@ class Split:
 
     def outlook(self) -> Outlook:
         """What the model itself says of its path, whatever the inputs; a model that has got hooks is refused."""
-        self._refuse_hooks()
+        refuse_open_hooks(self.layout, self.pieces)
         modes = (torch.is_grad_enabled(), *[module.training for module in self.layout.modules])
         return Outlook(modes, *flags_of(self.layout.open))
 
@@ -138,7 +139,7 @@ class Split:
             if path.trace.signature == seen.signature:
                 return path.noted(kind, Passage.of(seen))
         fresh = path_through(seen, self.cuts, self.homes, self.edges)
-        self._refuse_parted_hooks(fresh)
+        refuse_parted_hooks(self.model, fresh)
         if not self.whole:
             self._require_weights(fresh)
         known[: len(known) + 1 - PATHS] = []
@@ -339,27 +340,6 @@ class Split:
                 found[event.name] = path.stage_of(at)
         return found
 
-    def _called(self, name: str) -> str:
-        """The name under which walks know a module that has several."""
-        return str(self.layout.names[id(self.model.get_submodule(name))])
-
-    def _refuse_hooks(self) -> None:
-        for module in self.layout.open:
-            found = hooks_of(module)
-            if found:
-                raise SplitError(
-                    "modules that a cut goes through to have no hooks of their own",
-                    f"{found[0]} on {self.layout.names[id(module)] or 'the model itself'}",
-                    "put the hook on a module inside one stage, or cut elsewhere",
-                )
-        for kind in _EVERYWHERE if self.pieces > 1 else ():
-            for hook in getattr(nn.modules.module, kind).values():
-                raise SplitError(
-                    "no hooks on all modules there are: those that a cut goes through would run them on every stage",
-                    getattr(hook, "__qualname__", repr(hook)),
-                    "put them on the modules that are meant",
-                )
-
     def _require_weights(self, path: Path) -> None:
         """Where each stage has its own weights alone, it can use no others on another path."""
         used = [self.uses(stage) for stage in range(self.pieces)]
@@ -373,26 +353,9 @@ class Split:
                         "make the Pipeline with an example that makes the most of the model: such inputs",
                     )
 
-    def _refuse_parted_hooks(self, path: Path) -> None:
-        """A tied parameter's gradient comes in parts, one from each stage that uses it: a hook would see parts."""
-        every = dict(self.model.named_parameters(remove_duplicate=False))
-        for name, events in path.trace.parameters().items():
-            kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-            hooks = [hook for kind in kinds for hook in (getattr(every[name], kind, None) or {}).values()]
-            if hooks and len({path.stage_of(at) for at in events}) > 1:
-                raise SplitError(
-                    "no hook on a parameter that several stages use",
-                    f"{getattr(hooks[0], '__qualname__', repr(hooks[0]))} on {name!r}",
-                    "cut where one stage has all its uses, or take the hook away",
-                )
-
-
-_EVERYWHERE = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
+    def _called(self, name: str) -> str:
+        """The name under which walks know a module that has several."""
+        return str(self.layout.names[id(self.model.get_submodule(name))])
 
 
 def _contradict(answers: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
@@ -411,12 +374,3 @@ def _nth_call(seen: Trace, name: str, key: int) -> int:
             "go through lists or sorted(...) in place of sets, and draw no random numbers that differ between ranks",
         )
     return calls.index(key)
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise SplitError(
-            "a model whose own code can be run in parts",
-            f"{type(getattr(model, '_orig_mod', model)).__name__} compiled as a whole",
-            "compile its blocks instead: model.block = torch.compile(model.block)",
-        )
