@@ -72,12 +72,6 @@ def refusal(request) -> Refusal:
     return Refusal(plain.case(request.param))
 
 
-def test_a_batch_smaller_than_m(refusal):
-    x, y = refusal.given.batches[0]
-    refusal.of(InputError, "at least 4 rows, one for each micro-batch, but got 3", x[:3], y[:3])
-    refusal.then_works()
-
-
 def test_an_empty_batch(refusal):
     x, y = refusal.given.batches[0]
     refusal.of(InputError, "a batch with rows, but got an empty one", x[:0], y[:0])

@@ -18,7 +18,7 @@ from penstock.model.seeding import mixed
 from penstock.model.split import Split
 from penstock.model.stage import Job
 
-Cut = int | list[tuple[int, int]]  # how many micro-batches, or the first and last row of each
+Cut = int | list[tuple[int, int]]  # how many micro-batches, empty where rows are too few, or the rows of each
 Finish = Callable[[Any, Any, int], Any]  # of the model's result, the target and the rows
 
 
@@ -34,7 +34,8 @@ class MicroBatches:
         self._notice_frozen()
         require_device((call, target), self.device)
         stamp, every = self.feed.stamp(inputs, target), rows_of(call, target)
-        cut = spans(every, cut) if isinstance(cut, int) else cut
+        parts = cut if isinstance(cut, int) else len(cut)
+        cut = spans(every, min(cut, every)) if isinstance(cut, int) else cut
         jobs: list[Job] = []
         path_of = self._paths(call)
         for number, (first, last) in enumerate(cut):
@@ -45,6 +46,10 @@ class MicroBatches:
             path = path_of(args, kwargs, rows, chance)
             job = Job(first_number + number, step, args, kwargs, rows, path, ending, chance=chance)
             job.last, job.part, job.stamp, job.mates = number == len(cut) - 1, number, stamp, jobs
+            jobs.append(job)
+        for number in range(len(cut), parts):  # the schedule has places for them, in which then nothing is done
+            job = Job(first_number + number, step, (), {}, 0, jobs[0].path, _no_result)
+            job.part, job.stamp, job.mates = number, stamp, jobs
             jobs.append(job)
         return jobs
 
@@ -100,6 +105,11 @@ class _Finish:
 
     def __call__(self, result: Any) -> Any:
         return self.finish(result, self.target, self.rows)
+
+
+def _no_result(result: Any) -> Any:
+    """Nothing becomes of a micro-batch without rows: no stage runs it."""
+    raise AssertionError("a micro-batch without rows was run")
 
 
 def scored(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any, int], Loss]:

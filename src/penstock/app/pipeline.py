@@ -400,7 +400,8 @@ class Pipeline:
             torch.no_grad(),
             self.settings[0].autocast(),
         ):
-            parts, whole = (self._results(inputs, target, count, 0) for count in (self.microbatches, 1))
+            counts = (min(self.microbatches, rows), 1)
+            parts, whole = (self._results(inputs, target, count, 0) for count in counts)
             if parts is None or whole is None:
                 return
             found = Compared(loss, target, rows, parts, whole[0])

@@ -103,7 +103,7 @@ class Streaming:
             self.updates.gather(stage, job)
         with self.weights.at(row.op, row.stage, row.microbatch, row.version):
             self.acting.act(row.op, row.stage, row.microbatch)
-        if row.op is Op.F and stage.last:
+        if row.op is Op.F and stage.last and job.rows:
             self._note_loss(job)
         elif row.op in (Op.B, Op.W):
             place = (row.stage, row.microbatch // self.endless.shape.microbatches)
