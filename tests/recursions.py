@@ -85,8 +85,8 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained on what. `loss(out, target)` is a mean over rows; a mini-batch of fewer than m rows has one row in
-    each of its first micro-batches, and nothing in the rest."""
+    """What is trained on what. `loss(out, target)` is a mean over rows; a mini-batch of fewer than m rows has
+    one row in each of its first micro-batches, and nothing in the rest."""
 
     stages: list[list[Op]]
     batches: list[tuple[Tensor, Tensor]]

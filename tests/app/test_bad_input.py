@@ -346,11 +346,36 @@ def test_a_failed_step_keeps_what_was_accumulated_before_it():
     assert plain.off(plain.gradients(pipe.model), plain.gradients(model)) < 1e-12
 
 
-def test_a_weightless_model_is_refused_and_says_how_to_give_it_weights():
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (
+            lambda name: torch.zeros(()),
+            r"load\('0.weight'\) to give a tensor of shape \(8, 8\), but got one of shape \(\)",
+        ),
+        (lambda name: torch.zeros(8, 8, device="meta"), r"of shape \(8, 8\), but got .* on the meta device"),
+        (lambda name: [0.0] * 8, "but got list; load the model's own state"),
+        ({"0.weight": torch.zeros(8, 8)}, "load= to be a function of a parameter's name, but got dict; .*__getitem__"),
+    ],
+)
+def test_weights_that_cannot_fill_a_weightless_model(load, words):
     with weightless():
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    with pytest.raises(InputError, match=r"a model with weights.*weightless one.*materialise\("):
-        Pipeline(model, example=torch.zeros(2, 8), stages=2, microbatches=2)
+    with pytest.raises(InputError, match=words):
+        Pipeline(model, example=torch.zeros(2, 8), stages=2, microbatches=2, load=load)
+
+
+@pytest.mark.parametrize("load", [None, lambda name: torch.zeros(8)])
+def test_buffers_on_the_meta_device_that_nobody_can_fill(load):
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("scale", torch.full((8,), 0.5), persistent=False)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Scaled(), nn.Linear(8, 8))
+    with pytest.raises(InputError, match=r"'0.scale' on the meta device; build the model under .*weightless\(\)"):
+        Pipeline(model, example=torch.zeros(2, 8), stages=2, microbatches=2, load=load)
 
 
 @pytest.mark.parametrize("way", ["1f1b", "pipedream"])

@@ -70,7 +70,8 @@ class Pipeline:
     `data` is "every" where
     each rank is given the same batches, "rank0" where rank 0 has them and the others pass None. `transport` and
     `timeout` (seconds that a rank may wait for another) are for several processes, and so is `timeline`: whether each
-    step's times are kept. `load`, a function from a parameter's name to its values, fills a weightless model.
+    step's times are kept. `load`, a function from a parameter's name to its values, fills a weightless model; it is
+    asked for what this process runs.
     """
 
     def __init__(

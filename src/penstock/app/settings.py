@@ -69,6 +69,12 @@ class Wanted:
             raise InputError("cuts to be a list of module names", repr(self.cuts), 'write cuts=["blocks.4"]')
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise InputError("seed to be a whole number", repr(self.seed), "give one")
+        if self.load is not None and not callable(self.load):
+            raise InputError(
+                "load= to be a function of a parameter's name",
+                type(self.load).__name__,
+                "give load=state.__getitem__ for a state dict",
+            )
         if self.lr_scheduler is not None and not callable(self.lr_scheduler):
             raise InputError(
                 "lr_scheduler= to be a function", type(self.lr_scheduler).__name__, "give lambda optimizer: ..."

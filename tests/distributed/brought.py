@@ -1,0 +1,108 @@
+"""What a user may bring, done on ranks and inline alike: each case returns what every rank finds, as JSON.
+
+Run as a script, by every rank: python brought.py CASE FILE, which writes FILE.RANK.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+import penstock.model.materialise
+
+F64 = torch.float64
+
+
+class Encoded(nn.Module):
+    """torch's own encoder behind a table, as text models have it."""
+
+    def __init__(self, layers: int = 4, norm: bool = True, checked: bool = True) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=F64)
+        self.table = nn.Embedding(11, 8, dtype=F64)
+        last = nn.LayerNorm(8, dtype=F64) if norm else None
+        self.encoder = nn.TransformerEncoder(layer, layers, norm=last, mask_check=checked)
+        self.head = nn.Linear(8, 3, dtype=F64)
+
+    def forward(self, ids: Tensor, padding: Tensor) -> Tensor:
+        return self.head(self.encoder(self.table(ids), src_key_padding_mask=padding))
+
+
+def texts(which: str, rows: int = 6) -> tuple[Tensor, Tensor]:
+    """Rows of five words, with their padding at the end, at the beginning, or without any."""
+    lengths = torch.arange(rows) % 4 + 2
+    places = torch.arange(5)[None, :]
+    padding = {
+        "behind": places >= lengths[:, None],
+        "before": places < 5 - lengths[:, None],
+        "none": torch.zeros(rows, 5, dtype=torch.bool),
+    }[which]
+    torch.manual_seed(5)
+    return torch.randint(0, 11, (rows, 5)), padding
+
+
+def squares(out: Tensor, target: Any) -> Tensor:
+    return out.square().mean()
+
+
+def encoder(ranks: int) -> Any:
+    """Trained, then evaluated with padding of every kind, and trained on: results count at padded places, too."""
+    torch.manual_seed(1)
+    pipe = penstock.Pipeline(
+        Encoded(), example=tuple(part[:2] for part in texts("behind")), stages=ranks, microbatches=2, loss=squares,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
+    )  # fmt: skip
+    losses = [pipe.step(texts("behind")).loss]
+    losses += [pipe.evaluate([(texts(which), None)]) for which in ("behind", "before", "none")]
+    pipe.model.eval()
+    results = [pipe.forward(texts(which)).tolist() for which in ("behind", "before", "none")]
+    pipe.model.train()
+    losses.append(pipe.step(texts("before")).loss)
+    pipe.close()
+    return {"losses": losses, "results": results}
+
+
+def weightless(ranks: int) -> Any:
+    """Two models without weights, filled by `load`: one that kept its buffers, and one wholly on the meta device."""
+    found = []
+    for maker in (penstock.model.materialise.weightless, lambda: torch.device("meta")):
+        torch.manual_seed(2)
+        state = normed(ranks).state_dict()
+        state["0.1.running_mean"].fill_(7.0)
+        with maker():
+            model = normed(ranks)
+        images, target = torch.randn(8, 2, 4, 4, dtype=F64), torch.randn(8, 2, 4, 4, dtype=F64)
+        pipe = penstock.Pipeline(
+            model, example=images[:2], stages=ranks, microbatches=2, loss=nn.functional.mse_loss,
+            load=state.__getitem__, optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        )  # fmt: skip
+        losses = [pipe.step(images, target).loss for _ in range(2)]
+        found.append({"losses": losses, "state": {name: value.tolist() for name, value in pipe.state_dict().items()}})
+        pipe.close()
+    return found
+
+
+def normed(blocks: int) -> nn.Module:
+    """Convolutions with norms, whose running averages are buffers that a state dict has."""
+    parts = [nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Tanh()) for _ in range(blocks)]
+    return nn.Sequential(*parts).to(F64)
+
+
+CASES = {"encoder": encoder, "weightless": weightless}
+
+
+def main(case: str, file: str) -> None:
+    torch.set_num_threads(1)
+    found = CASES[case](int(os.environ["WORLD_SIZE"]))
+    Path(f"{file}.{os.environ['RANK']}").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

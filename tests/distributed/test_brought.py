@@ -1,0 +1,27 @@
+"""What users bring trains on ranks as it does inline, which is compared with plain training elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import brought
+import pytest
+import torch
+
+from ranks import launched
+
+torch.set_num_threads(1)
+
+
+def on_ranks(case: str, ranks: int, folder: Path) -> list:
+    with launched(folder, ranks, case, str(folder / "found"), script=brought.__file__) as run:
+        assert run.wait() == 0, run.said
+    return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", brought.CASES)
+def test_ranks_find_what_one_process_finds(case, ranks, tmp_path):
+    wanted = json.loads(json.dumps(brought.CASES[case](ranks)))
+    assert on_ranks(case, ranks, tmp_path) == [wanted] * ranks
