@@ -95,12 +95,30 @@ def normed(blocks: int) -> nn.Module:
     return nn.Sequential(*parts).to(F64)
 
 
+def model_itself(ranks: int) -> Any:
+    """What a call of the model, and of each of its layers, says on a rank that has some of their weights."""
+    torch.manual_seed(4)
+    model, x = nn.Sequential(*(nn.Linear(3, 3) for _ in range(2 * ranks))), torch.randn(4, 3)
+    wanted = model(x)
+    pipe = penstock.Pipeline(model, example=x[:1], stages=ranks, microbatches=2)
+    said = []
+    for call in (model, *model):
+        try:
+            said.append(call(x).shape == wanted.shape)
+        except penstock.InputError as error:
+            said.append(str(error))
+    same = torch.equal(pipe.forward(x), wanted)  # after all that
+    pipe.close()
+    return {"said": said, "same": same}
+
+
 CASES = {"encoder": encoder, "weightless": weightless}
+ALL = {**CASES, "model_itself": model_itself}
 
 
 def main(case: str, file: str) -> None:
     torch.set_num_threads(1)
-    found = CASES[case](int(os.environ["WORLD_SIZE"]))
+    found = ALL[case](int(os.environ["WORLD_SIZE"]))
     Path(f"{file}.{os.environ['RANK']}").write_text(json.dumps(found))
 
 

@@ -20,6 +20,18 @@ def on_ranks(case: str, ranks: int, folder: Path) -> list:
     return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(ranks)]
 
 
+def test_a_call_of_the_model_itself_points_to_the_pipeline(tmp_path):
+    words = (
+        "expected a call of the pipeline, as each rank has the weights of its own stages alone, but got a call of the "
+        "model, whose Linear has its weight on another rank; call pipe.forward(inputs), or pipe.evaluate(loader), on "
+        "every rank; pipe.state_dict() has all weights"
+    )
+    for rank, found in enumerate(on_ranks("model_itself", 2, tmp_path)):
+        assert found["same"]
+        assert found["said"] == [words, *([words if rank else True] * 2), *([True if rank else words] * 2)]
+    assert brought.model_itself(2) == {"said": [True] * 5, "same": True}
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("case", brought.CASES)
 def test_ranks_find_what_one_process_finds(case, ranks, tmp_path):

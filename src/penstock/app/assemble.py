@@ -15,9 +15,10 @@ from penstock.app.agree import agreed_split
 from penstock.app.crew import Crew, muster, require_agreement, same_weights, structure_of
 from penstock.app.equip import Chosen, Equipped, Floor, choose, describe, equip, require_sound
 from penstock.app.feed import Feed
+from penstock.app.inputs import taken_by
 from penstock.app.optimize import Optimizers
 from penstock.app.settings import Wanted, home_of, read_precision, read_recompute
-from penstock.app.state import release
+from penstock.app.state import guard, release
 from penstock.app.verify import compare_with_whole
 from penstock.engine.alone import Alone
 from penstock.engine.lanes import Lanes, lane_names
@@ -74,7 +75,8 @@ def assemble(wanted: Wanted) -> Assembled:
         bare = False
     if wanted.plan is not None:
         cuts = wanted.plan.cuts(layers_of(model, args, kwargs).names)
-    split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
+    with taken_by(model, args, kwargs):
+        split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
     if not crew.alone:
         split = agreed_split(crew, split, args, kwargs, fixed=cuts is not None)
     require_sound(chosen, split.edges)
@@ -127,6 +129,7 @@ def _joined(
     split.tracing = swap.whole
     if not crew.alone:
         release(model, [parameter for stage in stages for parameter in stage.parameters])
+        guard(split)
         split.whole = False
         ties.spread()
     mail = TieMail(grouped(every), set(crew.here), lanes)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.app.feed import Feed
+from penstock.app.inputs import taken_by
 from penstock.errors import InputError
 from penstock.model.batch import as_call, piece, require_device, rows_of, spans
 from penstock.model.loss import Loss, read_loss
@@ -43,7 +44,8 @@ class MicroBatches:
             rows, wanted = last - first, piece(target, first, last, every)
             ending = _Finish(finish, wanted, rows)
             chance = mixed(self.seed, step, number)
-            path = path_of(args, kwargs, rows, chance)
+            with taken_by(self.split.model, args, kwargs):
+                path = path_of(args, kwargs, rows, chance)
             job = Job(first_number + number, step, args, kwargs, rows, path, ending, chance=chance)
             job.last, job.part, job.stamp, job.mates = number == len(cut) - 1, number, stamp, jobs
             jobs.append(job)
@@ -114,7 +116,21 @@ def _no_result(result: Any) -> Any:
 
 def scored(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any, int], Loss]:
     """A loss of the user's, as what becomes of a result."""
-    return lambda result, target, rows: read_loss(loss(result, target), rows)
+    return lambda result, target, rows: read_loss(called(loss, result, target), rows)
+
+
+def called(loss: Callable[[Any, Any], Any], result: Any, target: Any) -> Any:
+    """What a loss of the user's says; one that finds None where it wants a target is told of as that."""
+    try:
+        return loss(result, target)
+    except Exception as error:
+        if target is not None or "NoneType" not in str(error):
+            raise
+        raise InputError(
+            "a target that the loss takes",
+            f"None, which it answers with {type(error).__name__}: {error}",
+            "give one, pipe.step(inputs, target) or a loader of (inputs, target); a loss may also go by result alone",
+        ) from error
 
 
 def unchanged(result: Any, target: Any, rows: int) -> Any:

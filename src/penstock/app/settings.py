@@ -54,6 +54,8 @@ class Wanted:
         modules = [self.model] if isinstance(self.model, nn.Module) else self.model
         if not isinstance(modules, (list, tuple, nn.ModuleList)) or not all(isinstance(m, nn.Module) for m in modules):
             raise InputError("an nn.Module, or a list of stage modules", repr(self.model)[:60], "give the model first")
+        for module in modules:
+            _require_bare(module)
         if not isinstance(self.model, nn.Module):
             self._require_stages(list(modules))
             self._require_no_plan()
@@ -97,6 +99,24 @@ class Wanted:
         if self.stages is not None and self.stages != ranks:
             raise InputError(
                 f"stages={ranks} for a list of {len(modules)} stage modules", self.stages, "leave stages out"
+            )
+
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+
+
+def _require_bare(model: nn.Module) -> None:
+    """Refuse what others have spread over processes or devices already. By name: to import them all takes long."""
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith(("torch.", "deepspeed."))}
+        wrapper = next((kind for kind in _WRAPPERS if kind in kinds), None)
+        if wrapper is not None:
+            inner = f"the model's {name!r}" if name else "the model"
+            wraps = wrapper != "FSDPModule"
+            raise InputError(
+                "the bare model, as the Pipeline itself spreads it over ranks and joins their gradients",
+                f"{wrapper} around {inner}" if wraps else f"{inner} after fully_shard",
+                "give what it wraps, its .module" if wraps else "give it as it was before fully_shard",
             )
 
 
