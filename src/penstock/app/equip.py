@@ -31,6 +31,7 @@ from penstock.model.offload import Offload
 from penstock.model.reweigh import Reweigh
 from penstock.model.stage import Settings, Stage
 
+SETTLED = ("stages", "chunks", "edges")  # of a pipeline, whatever its schedule
 Engine = InlineEngine | Worker | InlineStream | WorkerStream
 
 
@@ -160,7 +161,7 @@ def _require_own_weights(floor: Floor) -> None:
 
 def _require_methods_own(options: dict[str, Any]) -> None:
     """The model's stages are a Pipeline's for good: no option of a schedule says how many there are, or where."""
-    settled = [name for name in ("stages", "chunks", "edges") if name in options]
+    settled = [name for name in SETTLED if name in options]
     if settled:
         raise InputError(
             "options of the schedule's own method",

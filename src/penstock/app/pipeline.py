@@ -10,23 +10,25 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from penstock.app.assemble import Assembled, assemble
 from penstock.app.crew import require_agreement
-from penstock.app.equip import Equipped, choose, describe, equip
+from penstock.app.equip import SETTLED, Equipped, choose, describe, equip
 from penstock.app.first_loss import Compared, warn_coupled, warn_hidden
 from penstock.app.gathered import gathered, gathered_run
 from penstock.app.inputs import input_gradients
 from penstock.app.measured import Measured
 from penstock.app.micro_batches import Cut, Finish, MicroBatches, scored, unchanged
 from penstock.app.optimize import Update
+from penstock.app.remedies import NAMES as REMEDIES
 from penstock.app.settings import Wanted, read_course, require_plain_loss
 from penstock.app.state import take_state, whole_state
 from penstock.app.streaming import Stream
+from penstock.core.arguments import named, named_fields, parameters_of, refuse_unknown
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.core.timeline import Timeline
@@ -44,10 +46,13 @@ from penstock.model.seeding import mixed, random_states_kept
 from penstock.model.stage import Job
 from penstock.model.untouched import untouched
 from penstock.model.walk import watching
+from penstock.schedules.options import TrainingOptions
+from penstock.schedules.registry import OPTIONS
 
 LossFunction = Callable[[Any, Any], Any]
 
 
+@named_fields
 @dataclass(frozen=True)
 class Step:
     """What one step gave: the same on every rank."""
@@ -74,6 +79,7 @@ class Pipeline:
     asked for what this process runs.
     """
 
+    @named
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -100,11 +106,12 @@ class Pipeline:
         timeout: float = 120.0,
         timeline: bool = True,
         load: Callable[[str], torch.Tensor] | None = None,
-        **options: Any,
+        **options: Unpack[TrainingOptions],
     ) -> None:
+        refuse_unknown("Pipeline", options, [*parameters_of(Pipeline), *OPTIONS, *REMEDIES, *SETTLED])
         require_plain_loss(loss)
         given = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "cuts": cuts, "chunks": chunks}
-        course = read_course(plan, given, options)
+        course = read_course(plan, given, dict(options))
         self.wanted = Wanted(
             model, example, course.stages, course.schedule, course.microbatches, optimizer, cuts, course.chunks,
             recompute, offload, precision, clip, accumulate, lr_scheduler, seed, verify, data, transport, timeout,
@@ -130,6 +137,7 @@ class Pipeline:
             equipped.rounds.since = self.index
             self.stream = Stream(self, self.engine, equipped.rounds, equipped.remedies.t3)
 
+    @named
     def step(self, inputs: Any, target: Any = None) -> Step:
         """One synchronous step over a batch: all micro-batches forward and backward, then the update."""
         loss = self._require_loss()
@@ -145,6 +153,7 @@ class Pipeline:
         self.index += 1
         return Step(self.index - 1, found.mean, update.updated, update.norm)
 
+    @named
     def train(self, loader: Iterable[tuple[Any, Any]] | None) -> Iterator[Step]:
         """One record a batch of the loader, which yields (inputs, target).
 
@@ -160,14 +169,22 @@ class Pipeline:
             if self.stream is stream:
                 return
 
-    def switch(self, schedule: str | Schedule | Loop, *, microbatches: int | None = None, **options: Any) -> None:
+    @named
+    def switch(
+        self,
+        schedule: str | Schedule | Loop,
+        *,
+        microbatches: int | None = None,
+        **options: Unpack[TrainingOptions],
+    ) -> None:
         """Go on by another schedule, between two mini-batches; what is in flight is trained to its end first.
 
         The stages stay as they are, so the schedule must place as many on the same ranks. Optimizers keep their state.
         """
+        refuse_unknown("Pipeline.switch", options, [*parameters_of(Pipeline.switch), *OPTIONS, *REMEDIES, *SETTLED])
         self._require_between()
         parts = self.microbatches if microbatches is None else microbatches
-        wanted = replace(self.wanted, schedule=schedule, microbatches=parts, options=options, plan=None)
+        wanted = replace(self.wanted, schedule=schedule, microbatches=parts, options=dict(options), plan=None)
         chosen = choose(wanted, self.schedule.shape.ranks, None)
         if chosen.built.shape.placement != self.schedule.shape.placement:
             raise InputError(
@@ -193,6 +210,7 @@ class Pipeline:
         if self.stream is not None:
             self.stream.drain()
 
+    @named
     def evaluate(self, loader: Iterable[tuple[Any, Any]] | None) -> float:
         """The mean loss over a loader, in eval mode, without gradients."""
         self.settle()
@@ -206,6 +224,7 @@ class Pipeline:
             raise InputError("a loader with something to score", "nothing", "give data to evaluate")
         return float(total / weight)
 
+    @named
     def forward(self, inputs: Any) -> Any:
         """The model's result for a batch, without gradients, in the mode the model is in: on every rank."""
         self.settle()
@@ -223,6 +242,7 @@ class Pipeline:
         self.settle()
         return whole_state(self.crew, self.split)
 
+    @named
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the whole model's state; each rank takes what its stages need.
 
@@ -231,6 +251,7 @@ class Pipeline:
         self.settle()
         take_state(self.split, state)
 
+    @named
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the training state to a new directory, between two steps; every rank has to call."""
         from penstock.app import checkpoint  # not at the top: torch's part of it takes long to import
@@ -238,6 +259,7 @@ class Pipeline:
         self.settle()
         checkpoint.save(self, path)
 
+    @named
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take up the training where `path` was saved, by whatever stages; every rank has to call."""
         from penstock.app import checkpoint

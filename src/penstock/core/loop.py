@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock.core.arguments import named_fields
 from penstock.core.given import whole
 from penstock.core.schedule import Rows, Schedule
 from penstock.core.shape import MOST, Shape
 
 
+@named_fields
 @dataclass(frozen=True, eq=False)
 class Loop:
     """`fill[s]` and `body[s]` are the rows of slot s; one pass of the body takes in `period` mini-batches."""
