@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,51 @@ def model_itself(ranks: int) -> Any:
     return {"said": said, "same": same}
 
 
-CASES = {"encoder": encoder, "weightless": weightless}
+def language_model() -> nn.Module:
+    """A small one of transformers', which computes its loss itself."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(6)
+    config = GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=8, n_layer=4, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).to(F64)
+
+
+def dict_loader() -> Iterable[Mapping[str, Tensor]]:
+    """Batches as a tokenizer and a DataLoader give them; the last has three rows."""
+    from transformers import BatchEncoding
+
+    draw = torch.Generator().manual_seed(8)
+    rows = []
+    for _ in range(11):
+        ids = torch.randint(3, 17, (6,), generator=draw)
+        rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+    loader = torch.utils.data.DataLoader(rows, batch_size=4)
+    return [BatchEncoding(batch) if at else batch for at, batch in enumerate(loader)]
+
+
+def dicts(ranks: int) -> Any:
+    """Batches of keywords in a step, a loop and an evaluation; given to every rank, or to rank 0 alone."""
+    losses = []
+    for data in ("every", "rank0"):
+        loader = dict_loader()
+        pipe = penstock.Pipeline(
+            language_model(), example={name: part[:2] for name, part in loader[0].items()}, stages=ranks,
+            microbatches=4, loss=lambda out, target: out.loss, data=data,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
+        )  # fmt: skip
+        here = data == "every" or pipe.crew.world.rank == 0
+        found = [step.loss for step in pipe.train(loader if here else None)]
+        found += [pipe.step(loader[1] if here else None).loss, pipe.evaluate(loader if here else None)]
+        found.append(pipe.forward(loader[2] if here else None).logits.sum().item())
+        losses.append(found)
+        pipe.close()
+    return losses
+
+
+CASES = {"encoder": encoder, "weightless": weightless, "dicts": dicts}
 ALL = {**CASES, "model_itself": model_itself}
 
 

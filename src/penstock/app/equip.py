@@ -119,10 +119,10 @@ def equip(chosen: Chosen, floor: Floor, edges: tuple[tuple[int, int], ...]) -> E
 
 def _synchronous(built: Schedule, floor: Floor) -> Equipped:
     proven = prove(built)
-    if floor.lanes is None:
-        return Equipped(proven.schedule, InlineEngine(proven, floor.stages, floor.turn), None)
-    assert isinstance(floor.crew.world, World)
     clock = Clock() if floor.timeline else None
+    if floor.lanes is None:
+        return Equipped(proven.schedule, InlineEngine(proven, floor.stages, floor.turn, clock), clock)
+    assert isinstance(floor.crew.world, World)
     world = floor.crew.world
     engine = Worker(proven, world.rank, floor.stages, floor.lanes, world.watch, floor.turn, clock)
     return Equipped(proven.schedule, engine, clock)
@@ -141,7 +141,8 @@ def _asynchronous(endless: Endless, remedies: Remedies, floor: Floor) -> Equippe
     rate = None if remedies.t1 is None else lambda stage, step: remedies.rate(endless, stage, step)
     rounds = Rounds(floor.optimizers, weights, floor.mail, endless.shape.stages - 1, rate)
     if floor.lanes is None:
-        inline = InlineStream(endless, floor.stages, weights, rounds)
+        clocks = [RunClock() for _ in range(endless.shape.slots)] if floor.timeline else []
+        inline = InlineStream(endless, floor.stages, weights, rounds, clocks)
         return Equipped(endless.loop, inline, None, rounds, remedies)
     assert isinstance(floor.crew.world, World)
     clock, world = RunClock() if floor.timeline else None, floor.crew.world

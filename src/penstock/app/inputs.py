@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +16,20 @@ from penstock.model import tree
 
 
 def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """(inputs, target) of each batch."""
+    """(inputs, target) of each batch; one that is a dict has its labels inside, if any."""
     try:
         every = iter(batches)
     except TypeError:
         came = type(batches).__name__
         raise InputError("a loader that can be iterated over", came, "give a list of batches or a DataLoader") from None
     for batch in every:
+        if isinstance(batch, Mapping):  # of keywords, labels among them
+            yield batch, None
+            continue
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             came = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else type(batch).__name__
-            raise InputError("a loader of (inputs, target)", came, "yield a pair; target may be None")
+            do = "yield a pair, whose target may be None, or a dict of the forward's keywords"
+            raise InputError("a loader of (inputs, target)", came, do)
         yield batch[0], batch[1]
 
 

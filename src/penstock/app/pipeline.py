@@ -19,7 +19,7 @@ from penstock.app.assemble import Assembled, assemble
 from penstock.app.crew import require_agreement
 from penstock.app.equip import SETTLED, Equipped, choose, describe, equip
 from penstock.app.first_loss import Compared, warn_coupled, warn_hidden
-from penstock.app.gathered import gathered, gathered_run
+from penstock.app.gathered import gathered, gathered_run, timeline_here
 from penstock.app.inputs import input_gradients
 from penstock.app.measured import Measured
 from penstock.app.micro_batches import Cut, Finish, MicroBatches, scored, unchanged
@@ -74,8 +74,8 @@ class Pipeline:
     "activations" (the same as True), "weights" (of stages that wait; between steps they lie there too), or "all".
     `data` is "every" where
     each rank is given the same batches, "rank0" where rank 0 has them and the others pass None. `transport` and
-    `timeout` (seconds that a rank may wait for another) are for several processes, and so is `timeline`: whether each
-    step's times are kept. `load`, a function from a parameter's name to its values, fills a weightless model; it is
+    `timeout` (seconds that a rank may wait for another) are for several processes. `timeline`: whether times of
+    each step are kept. `load`, a function from a parameter's name to its values, fills a weightless model; it is
     asked for what this process runs.
     """
 
@@ -139,7 +139,10 @@ class Pipeline:
 
     @named
     def step(self, inputs: Any, target: Any = None) -> Step:
-        """One synchronous step over a batch: all micro-batches forward and backward, then the update."""
+        """One synchronous step over a batch: all micro-batches forward and backward, then the update.
+
+        `inputs` are a tensor, a tuple of arguments, or a dict of keywords, whose labels may be among them.
+        """
         loss = self._require_loss()
         if self.stream is not None:
             return self.stream.step(inputs, target)
@@ -154,8 +157,8 @@ class Pipeline:
         return Step(self.index - 1, found.mean, update.updated, update.norm)
 
     @named
-    def train(self, loader: Iterable[tuple[Any, Any]] | None) -> Iterator[Step]:
-        """One record a batch of the loader, which yields (inputs, target).
+    def train(self, loader: Iterable[Any] | None) -> Iterator[Step]:
+        """One record a batch of the loader, which yields (inputs, target), or dicts of the forward's keywords.
 
         Under an asynchronous schedule the pipe is fed without a flush, and a record comes when its batch has passed
         through; the pipe drains at the end, at an evaluation, at a save, and when the loop is left. A switch inside the
@@ -211,7 +214,7 @@ class Pipeline:
             self.stream.drain()
 
     @named
-    def evaluate(self, loader: Iterable[tuple[Any, Any]] | None) -> float:
+    def evaluate(self, loader: Iterable[Any] | None) -> float:
         """The mean loss over a loader, in eval mode, without gradients."""
         self.settle()
         loss, total, weight = self._require_loss(), 0.0, 0.0
@@ -272,12 +275,15 @@ class Pipeline:
         return gathered(self)
 
     def timeline(self) -> Timeline:
-        """The last step as it was measured on all ranks; every rank has to ask.
+        """The last step as it was measured on all ranks; every rank has to ask. In one process stages run one after the
+        other.
 
         Under an asynchronous schedule, the last run from its fill to its drain; what is in flight is drained first.
         """
         self.settle()
-        return gathered_run(self) if self.stream is not None else self.measured().timeline()
+        if self.stream is not None:
+            return gathered_run(self)
+        return timeline_here(self) if self.crew.alone else self.measured().timeline()
 
     def close(self) -> None:
         """Let go of what joins this pipeline's processes, which the end of the process does too. By every rank."""
