@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from torch import Tensor, nn
 
 import penstock
 import penstock.model.materialise
+import recursion_models
 
 F64 = torch.float64
 
@@ -157,7 +161,59 @@ def dicts(ranks: int) -> Any:
     return losses
 
 
-CASES = {"encoder": encoder, "weightless": weightless, "dicts": dicts}
+# Persons' own, by their law; each is a few mini-batches of two stages.
+OWN = {
+    "stash": """
+        # law: stash
+        # microbatches: 1
+        # batches: 4
+        0F0,0F1,0B0,0B1,0F2@2,0F3@2,0B2@2,0B3@2
+        1F0,1I0,1W0,1F1@1,1B1@1,1F2@2,1I2@2,1W2@2,1F3@3,1B3@3
+        """,
+    "vertical": """
+        # law: vertical
+        # microbatches: 1
+        # batches: 4
+        0F0,0F1,0B0,0B1,0F2@2,0F3@2,0B2@2,0B3@2
+        1F0,1B0,1F1,1B1,1F2@2,1B2@2,1F3@2,1B3@2
+        """,
+    "newest": """
+        # law: newest
+        # microbatches: 1
+        # batches: 4
+        0F0,0F1,0B0,0B1@1,0F2@2,0F3@2,0B2@2,0B3@3
+        1F0,1B0,1F1@1,1B1@1,1F2@2,1B2@2,1F3@3,1B3@3
+        """,
+    "2bw": """
+        # law: 2bw
+        # microbatches: 2
+        # batches: 3
+        0F0,0F1,0F2,0B0,0F3,0B1,0F4@1,0B2,0F5@1,0B3,0B4@1,0B5@1
+        1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,1F4@1,1B4@1,1F5@1,1B5@1
+        """,
+}
+
+
+def own(law: str) -> penstock.Schedule:
+    return penstock.from_csv(textwrap.dedent(OWN[law]).lstrip())
+
+
+def own_without_a_flush(ranks: int) -> Any:
+    """Losses and weights of persons' own schedules, for more mini-batches than they list."""
+    found = {}
+    for law in OWN if ranks == 2 else ():
+        model = recursion_models.chain(2, layers=4, width=3)
+        pipe = penstock.Pipeline(
+            model.module, example=model.batches(1, 2)[0][0], cuts=["1"], schedule=own(law), loss=model.loss,
+            verify=False, optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        )  # fmt: skip
+        losses = [step.loss for step in pipe.train(model.batches(10, rows=3))]
+        found[law] = {"losses": losses, "weights": {n: w.tolist() for n, w in pipe.state_dict().items()}}
+        pipe.close()
+    return found
+
+
+CASES = {"encoder": encoder, "weightless": weightless, "dicts": dicts, "own": own_without_a_flush}
 ALL = {**CASES, "model_itself": model_itself}
 
 

@@ -186,7 +186,8 @@ class Pipeline:
         """
         refuse_unknown("Pipeline.switch", options, [*parameters_of(Pipeline.switch), *OPTIONS, *REMEDIES, *SETTLED])
         self._require_between()
-        parts = self.microbatches if microbatches is None else microbatches
+        own = schedule.shape.microbatches if isinstance(schedule, (Schedule, Loop)) else self.microbatches
+        parts = own if microbatches is None else microbatches
         wanted = replace(self.wanted, schedule=schedule, microbatches=parts, options=dict(options), plan=None)
         chosen = choose(wanted, self.schedule.shape.ranks, None)
         if chosen.built.shape.placement != self.schedule.shape.placement:

@@ -51,8 +51,12 @@ class Streaming:
 
     def __init__(self, endless: Endless, stages: list[Stage], weights: Weights, updates: Updates) -> None:
         self.endless, self.weights, self.updates = endless, weights, updates
-        split = {stage for body in endless.loop.body for stage in body.stage[body.op == Op.I].tolist()}
-        self.acting = Acting(stages, lambda stage, microbatch: stage in split)
+        per_pass = endless.loop.period * endless.shape.microbatches
+        split: set[tuple[int, int]] = set()  # stages, and micro-batches of a pass
+        for rows in (*endless.loop.fill, *endless.loop.body):
+            mine = rows.op == Op.I
+            split.update(zip(rows.stage[mine].tolist(), (rows.microbatch[mine] % per_pass).tolist(), strict=True))
+        self.acting = Acting(stages, lambda stage, microbatch: (stage, microbatch % per_pass) in split)
         self.gathered: Counter[tuple[int, int]] = Counter()  # gradients of a round, by stage and mini-batch
 
     def begin(self) -> None:
