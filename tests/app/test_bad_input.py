@@ -212,7 +212,10 @@ class Foreign:
         ),
         ({"schedule": "1f2b"}, "the name of a method, but got '1f2b'; try 1f1b"),
         ({"schedule": schedule("1f1b", stages=3, microbatches=4)}, "a schedule of 2 stages, but got 3"),
-        ({"schedule": schedule("1f1b", stages=2, microbatches=8)}, "a schedule of 4 micro-batches, but got 8"),
+        (
+            {"schedule": schedule("1f1b", stages=2, microbatches=8), "microbatches": 4},
+            "a schedule of 4 micro-batches, but got 8",
+        ),
         ({"cuts": ["4", "8"]}, "1 cuts for 2 pieces, but got 2"),
         ({"cuts": ["nowhere"]}, "cuts to name submodules"),
         ({"loss": 3}, "loss= to be a function, but got int"),
@@ -274,7 +277,7 @@ def test_a_list_of_stages_and_another_number_of_them():
         Pipeline([nn.Linear(6, 6), nn.Linear(6, 6)], example=torch.randn(2, 6), stages=3)
 
 
-@pytest.mark.parametrize("batch", [torch.randn(8, 6), (1, 2, 3), {"x": 1, "y": 2}])
+@pytest.mark.parametrize("batch", [torch.randn(8, 6), (1, 2, 3), {1, 2}])
 def test_a_loader_that_yields_no_pairs(batch):
     pipe = build()
     with pytest.raises(InputError, match=r"a loader of \(inputs, target\)"):

@@ -175,3 +175,30 @@ def watched() -> nn.Module:
 def test_too_many_stages_names_what_stays_whole(make, words):
     with pytest.raises(SplitError, match=words):
         Pipeline(make(), example=torch.ones(1, 6), stages=9)
+
+
+class Contrastive(nn.Module):
+    """Two towers; each row's picture is to be told from those of all rows beside it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.words, self.pictures = layers(2).double(), layers(2).double()
+
+    def forward(self, words, pictures):
+        scores = self.words(words) @ self.pictures(pictures).T
+        return F.cross_entropy(scores, torch.arange(len(words)))
+
+
+def test_a_contrastive_loss_inside_forward_is_told_what_it_needs():
+    given = tuple(torch.randn(8, 6, dtype=torch.float64) for _ in range(2))
+    options = {"example": tuple(part[:4] for part in given), "stages": 2, "loss": lambda out, target: out}
+    words = r"inside forward is taken outside for that, in loss=; .* contrastive loss .*: give microbatches=1"
+    with pytest.warns(UserWarning, match=words):
+        Pipeline(Contrastive(), microbatches=4, **options).step(given)
+    pipe, plain = Pipeline(Contrastive(), microbatches=1, **options), Contrastive()
+    loss = plain(*given)
+    loss.backward()
+    assert pipe.step(given).loss == pytest.approx(loss.item(), rel=1e-12)
+    for mine, wanted in zip(pipe.model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine.grad, wanted.grad, rtol=0, atol=1e-12)
