@@ -152,8 +152,9 @@ def parts_of(value: Tensor, parts: int) -> list[Tensor]:
 
 
 def backward(model: nn.Module, loss: Callable[[Any, Any], Any], x: Any, y: Any, parts: int = 1) -> float:
-    """One batch's mean loss, its gradients left in the model; by a loop over micro-batches where parts > 1."""
-    total = 0.0
+    """One batch's mean loss, its gradients left in the model; by a loop over micro-batches where parts > 1, of a row
+    each where there are fewer rows."""
+    total, parts = 0.0, min(parts, len(x))
     for a, b in zip(parts_of(x, parts), parts_of(y, parts), strict=True):
         value = loss(model(a), b) * (len(a) / len(x))
         value.backward()

@@ -85,7 +85,8 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained on what. `loss(out, target)` is a mean over rows; every mini-batch has at least m rows."""
+    """What is trained on what. `loss(out, target)` is a mean over rows; a mini-batch of fewer than m rows has
+    one row in each of its first micro-batches, and nothing in the rest."""
 
     stages: list[list[Op]]
     batches: list[tuple[Tensor, Tensor]]
@@ -98,9 +99,6 @@ class Job:
     def __post_init__(self) -> None:
         if self.predict not in (None, "xpipe"):
             raise ValueError(f"predict is None or 'xpipe', not {self.predict!r}")
-        fewest = min(len(x) for x, _ in self.batches)
-        if fewest < self.m:
-            raise ValueError(f"{fewest} rows cannot be cut into {self.m} micro-batches")
 
     def warm(self, stage: int) -> int:
         return len(self.stages) - 1 - stage
@@ -248,9 +246,10 @@ def eased(tau: float, k: int, rise: float | None) -> float:
 def mini_batch(versions: Versions, b: int, x: Tensor, y: Tensor) -> tuple[float, dict[Place, Tensor]]:
     """Loss and gradients of a mini-batch, means over all its rows: each micro-batch counts by its rows."""
     m, rows, loss = versions.job.m, len(x), 0.0
+    parts = min(m, rows)
     gradients = {place: torch.zeros_like(history[0]) for place, history in versions.history.items()}
-    for part in range(m):
-        mine = slice(rows * part // m, rows * (part + 1) // m)
+    for part in range(parts):
+        mine = slice(rows * part // parts, rows * (part + 1) // parts)
         share = len(x[mine]) / rows
         loss += micro_batch(versions, b * m + part, x[mine], y[mine], share, gradients)
     return loss, gradients

@@ -2,6 +2,7 @@
 
 PenstockError
 ├── InputError          a value that cannot be used: what was expected, what came, what to do
+│   ├── ArgumentError   a call with an argument that there is not, or without one that there must be; a TypeError too
 │   ├── FormatError     a file or text that cannot be read, with the place in it
 │   └── SplitError      a model that cannot be split as asked, with the line of its code
 ├── ScheduleError       a schedule that breaks a law; carries every fault found
@@ -24,6 +25,10 @@ class InputError(PenstockError, ValueError):
     def __init__(self, expected: str, came: object, do: str) -> None:
         self.expected, self.came, self.do = expected, came, do
         super().__init__(f"expected {expected}, but got {came}; {do}")
+
+
+class ArgumentError(InputError, TypeError):
+    """A call with an argument that the function does not take, or without one that it needs."""
 
 
 class FormatError(InputError):

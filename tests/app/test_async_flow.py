@@ -265,8 +265,8 @@ def test_a_loader_that_raises(method):
 def test_a_batch_that_cannot_be_used_is_refused_when_it_is_met(method):
     both = Both(replace(method, m=max(method.m, 2)))
     x, y = both.loader.batches[7]
-    both.loader.batches[7] = (x[:1], y[:1])
-    with pytest.raises(InputError, match=f"at least {both.pipe.microbatches} rows"):
+    both.loader.batches[7] = (x[:2], y[:1])
+    with pytest.raises(InputError, match=r"the same number of rows, but got \[1, 2\]"):
         trained(both.pipe, both.loader)
     both.loader.taken -= 1
     both.drained()

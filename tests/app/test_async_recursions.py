@@ -100,6 +100,25 @@ def test_pipemare(kind, n, m, options, rule):
     agree(kind, n, Method("pipemare", m, options), rule)
 
 
+@pytest.mark.parametrize(
+    ("kind", "method", "rule", "clip"),
+    [
+        ("chain", Method("pipedream", 3, STASH), SGD, None),
+        ("tied chain", Method("pipedream", 4, VERTICAL), MOMENTUM, None),
+        ("conv", Method("pipedream", 3, NO_STASH), SGD, 0.3),
+        ("tied chain", Method("2bw", 4), ADAMW, 0.3),
+        ("gpt", Method("pipemare", 4, BOTH), MOMENTUM, None),
+    ],
+    ids=str,
+)
+def test_mini_batches_of_fewer_rows_than_micro_batches(kind, method, rule, clip):
+    """In the middle of the stream, one after the other, and at its end."""
+    model, pipe_rows = MODELS[kind](3), [6, 2, 1, 6, 6, 3, 6, 6, 6, 1]
+    every = model.batches(len(pipe_rows), rows=6)
+    batches = [(x[:rows], y[:rows]) for (x, y), rows in zip(every, pipe_rows, strict=True)]
+    compare(pipeline(model, method, rule, clip=clip), Recursion(model, method, rule, clip), batches)
+
+
 METHODS = [
     Method("pipedream"),
     Method("pipedream", 2, VERTICAL),

@@ -72,12 +72,6 @@ def refusal(request) -> Refusal:
     return Refusal(plain.case(request.param))
 
 
-def test_a_batch_smaller_than_m(refusal):
-    x, y = refusal.given.batches[0]
-    refusal.of(InputError, "at least 4 rows, one for each micro-batch, but got 3", x[:3], y[:3])
-    refusal.then_works()
-
-
 def test_an_empty_batch(refusal):
     x, y = refusal.given.batches[0]
     refusal.of(InputError, "a batch with rows, but got an empty one", x[:0], y[:0])
@@ -218,7 +212,10 @@ class Foreign:
         ),
         ({"schedule": "1f2b"}, "the name of a method, but got '1f2b'; try 1f1b"),
         ({"schedule": schedule("1f1b", stages=3, microbatches=4)}, "a schedule of 2 stages, but got 3"),
-        ({"schedule": schedule("1f1b", stages=2, microbatches=8)}, "a schedule of 4 micro-batches, but got 8"),
+        (
+            {"schedule": schedule("1f1b", stages=2, microbatches=8), "microbatches": 4},
+            "a schedule of 4 micro-batches, but got 8",
+        ),
         ({"cuts": ["4", "8"]}, "1 cuts for 2 pieces, but got 2"),
         ({"cuts": ["nowhere"]}, "cuts to name submodules"),
         ({"loss": 3}, "loss= to be a function, but got int"),
@@ -280,7 +277,7 @@ def test_a_list_of_stages_and_another_number_of_them():
         Pipeline([nn.Linear(6, 6), nn.Linear(6, 6)], example=torch.randn(2, 6), stages=3)
 
 
-@pytest.mark.parametrize("batch", [torch.randn(8, 6), (1, 2, 3), {"x": 1, "y": 2}])
+@pytest.mark.parametrize("batch", [torch.randn(8, 6), (1, 2, 3), {1, 2}])
 def test_a_loader_that_yields_no_pairs(batch):
     pipe = build()
     with pytest.raises(InputError, match=r"a loader of \(inputs, target\)"):
@@ -352,11 +349,36 @@ def test_a_failed_step_keeps_what_was_accumulated_before_it():
     assert plain.off(plain.gradients(pipe.model), plain.gradients(model)) < 1e-12
 
 
-def test_a_weightless_model_is_refused_and_says_how_to_give_it_weights():
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (
+            lambda name: torch.zeros(()),
+            r"load\('0.weight'\) to give a tensor of shape \(8, 8\), but got one of shape \(\)",
+        ),
+        (lambda name: torch.zeros(8, 8, device="meta"), r"of shape \(8, 8\), but got .* on the meta device"),
+        (lambda name: [0.0] * 8, "but got list; load the model's own state"),
+        ({"0.weight": torch.zeros(8, 8)}, "load= to be a function of a parameter's name, but got dict; .*__getitem__"),
+    ],
+)
+def test_weights_that_cannot_fill_a_weightless_model(load, words):
     with weightless():
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    with pytest.raises(InputError, match=r"a model with weights.*weightless one.*materialise\("):
-        Pipeline(model, example=torch.zeros(2, 8), stages=2, microbatches=2)
+    with pytest.raises(InputError, match=words):
+        Pipeline(model, example=torch.zeros(2, 8), stages=2, microbatches=2, load=load)
+
+
+@pytest.mark.parametrize("load", [None, lambda name: torch.zeros(8)])
+def test_buffers_on_the_meta_device_that_nobody_can_fill(load):
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("scale", torch.full((8,), 0.5), persistent=False)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Scaled(), nn.Linear(8, 8))
+    with pytest.raises(InputError, match=r"'0.scale' on the meta device; build the model under .*weightless\(\)"):
+        Pipeline(model, example=torch.zeros(2, 8), stages=2, microbatches=2, load=load)
 
 
 @pytest.mark.parametrize("way", ["1f1b", "pipedream"])

@@ -33,10 +33,18 @@ def asked(name: str, ranks: int) -> tuple[str | Schedule, int]:
     return name, parts
 
 
+def batches_of(kind: str, dtype: torch.dtype) -> plain.Case:
+    """Five batches, two of which have fewer rows than there are micro-batches."""
+    given = plain.case(kind, rows=12, dtype=dtype)
+    for at, rows in ((2, 3), (4, 1)):
+        given.batches[at] = tuple(part[:rows] for part in given.batches[at])
+    return given
+
+
 @functools.cache
 def reference(kind: str, dtype: torch.dtype, parts: int) -> tuple[list[float], dict, dict]:
     """Losses and weights of five plain steps, and the first step's gradients. One run serves all schedules."""
-    given = plain.case(kind, rows=12, dtype=dtype)
+    given = batches_of(kind, dtype)
     losses, model = plain.trained(given, parts)
     first = given.fresh()
     plain.backward(first, given.loss, *given.batches[0], parts)
@@ -44,7 +52,7 @@ def reference(kind: str, dtype: torch.dtype, parts: int) -> tuple[list[float], d
 
 
 def compare(kind: str, dtype: torch.dtype, ranks: int, method: str | Schedule, parts: int) -> None:
-    given = plain.case(kind, rows=12, dtype=dtype)
+    given = batches_of(kind, dtype)
     losses, gradients, weights = reference(kind, dtype, parts if given.by_parts else 1)
     near, after = TOLERANCE[dtype]
     options = {"example": given.example, "stages": ranks, "schedule": method, "microbatches": parts, "loss": given.loss}

@@ -101,6 +101,8 @@ def run(name: str, ranks: int, transport: str | None = None) -> dict[str, Any]:
     """A loop with an evaluation in it, one that is left early, single steps, and a switch in a loop, there and back."""
     kind, schedule, m, options = CASES[name]
     model, loss, batches, cuts = model_of(kind, ranks)
+    if kind != "normed":  # fewer rows than some have micro-batches; a norm wants more than one in each
+        batches[4] = tuple(part[:1] for part in batches[4])
     m, method = m or ranks, {k: v for k, v in options.items() if k in ("stash", "vertical_sync", "t1", "predict")}
     pipe = penstock.Pipeline(
         model, example=batches[0][0][:2], stages=ranks, cuts=cuts, schedule=schedule, microbatches=m, loss=loss,

@@ -136,7 +136,7 @@ def test_more_stages_than_layers():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     with pytest.raises(SplitError, match=r"at most 3 stages.*got 5"):
         pipeline(model, torch.randn(4, 4), stages=5)
-    with pytest.raises(SplitError, match="at most 1 stages"):
+    with pytest.raises(SplitError, match="at most 1 stage for"):
         pipeline(nn.Linear(4, 4), torch.randn(4, 4), stages=2)
 
 

@@ -32,7 +32,7 @@ from penstock.schedules.registry import schedule
         ({"effort": -1}, r"effort to be a whole number of at least 0.*-1"),
         ({"seed": 0.5}, r"seed to be a whole number.*0\.5"),
         ({"costs": 3}, r"costs of 3 stages on 3 slots, but got 3"),
-        ({"speed": 3}, r"options that auto has"),
+        ({"speed": 3}, "arguments that schedule takes, but got 'speed'"),
     ],
 )
 def test_one_clear_message(options, message):

@@ -15,9 +15,10 @@ from penstock.app.agree import agreed_split
 from penstock.app.crew import Crew, muster, require_agreement, same_weights, structure_of
 from penstock.app.equip import Chosen, Equipped, Floor, choose, describe, equip, require_sound
 from penstock.app.feed import Feed
+from penstock.app.inputs import taken_by
 from penstock.app.optimize import Optimizers
 from penstock.app.settings import Wanted, home_of, read_precision, read_recompute
-from penstock.app.state import release
+from penstock.app.state import guard, release
 from penstock.app.verify import compare_with_whole
 from penstock.engine.alone import Alone
 from penstock.engine.lanes import Lanes, lane_names
@@ -25,13 +26,13 @@ from penstock.engine.tie_groups import TieMail, grouped
 from penstock.engine.ties import Tie, Ties
 from penstock.engine.transport.choose import open_lanes
 from penstock.engine.transport.facts import wish_of
-from penstock.errors import InputError, SplitError
+from penstock.errors import SplitError
 from penstock.model.batch import as_call, piece, require_device
 from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
 from penstock.model.chain import Chain
 from penstock.model.layers import layers_of
-from penstock.model.materialise import is_weightless, materialise
+from penstock.model.materialise import fill_buffers, is_weightless, materialise
 from penstock.model.offload import Offload, Swap
 from penstock.model.split import Split
 from penstock.model.stage import Recompute, Settings, Stage
@@ -56,7 +57,6 @@ def assemble(wanted: Wanted) -> Assembled:
     shape = chosen.built.shape
     crew = muster(shape, wanted.timeout)
     bare = is_weightless(model)
-    _require_weights(crew, bare)
     device = torch.get_default_device() if bare else home_of(model)
     args, kwargs = as_call(wanted.example)
     require_device(wanted.example, device)
@@ -68,9 +68,15 @@ def assemble(wanted: Wanted) -> Assembled:
     feed = Feed(crew, wanted.data, device)
     if not crew.alone:
         _agree(crew, model, chosen, wanted)
+    if bare:
+        fill_buffers(model, device, wanted.load)
+    if bare and crew.alone:  # all of it is run here
+        materialise(model, [name for name, _ in model.named_parameters()], device, wanted.load)
+        bare = False
     if wanted.plan is not None:
         cuts = wanted.plan.cuts(layers_of(model, args, kwargs).names)
-    split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
+    with taken_by(model, args, kwargs):
+        split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
     if not crew.alone:
         split = agreed_split(crew, split, args, kwargs, fixed=cuts is not None)
     require_sound(chosen, split.edges)
@@ -123,6 +129,7 @@ def _joined(
     split.tracing = swap.whole
     if not crew.alone:
         release(model, [parameter for stage in stages for parameter in stage.parameters])
+        guard(split)
         split.whole = False
         ties.spread()
     mail = TieMail(grouped(every), set(crew.here), lanes)
@@ -136,12 +143,6 @@ def _as_model(wanted: Wanted) -> tuple[nn.Module, Any, int | None]:
         return wanted.model, wanted.cuts, wanted.stages
     chain = Chain(list(wanted.model))
     return chain, [f"stages.{i}" for i in range(1, len(chain.stages))], len(chain.stages)
-
-
-def _require_weights(crew: Crew, bare: bool) -> None:
-    if bare and crew.alone:
-        advice = "give it weights first: materialise(model, [name for name, _ in model.named_parameters()])"
-        raise InputError("a model with weights, as one process runs all stages", "a weightless one", advice)
 
 
 def _require_once(split: Split, settings: tuple[Settings, ...]) -> None:

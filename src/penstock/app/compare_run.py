@@ -90,7 +90,7 @@ def on_rank(task: Task, track: Track) -> Found:
 
 def _busy(pipe: Pipeline) -> float | None:
     """Of the steps that were kept, or of the last run without a flush."""
-    if not isinstance(pipe.clock, Clock):
+    if pipe.crew.alone or not isinstance(pipe.clock, Clock):
         line = last_run(pipe)
         return None if line is None else utilisation(line)
     seen = pipe.measured()

@@ -31,6 +31,7 @@ from penstock.model.offload import Offload
 from penstock.model.reweigh import Reweigh
 from penstock.model.stage import Settings, Stage
 
+SETTLED = ("stages", "chunks", "edges")  # of a pipeline, whatever its schedule
 Engine = InlineEngine | Worker | InlineStream | WorkerStream
 
 
@@ -118,10 +119,10 @@ def equip(chosen: Chosen, floor: Floor, edges: tuple[tuple[int, int], ...]) -> E
 
 def _synchronous(built: Schedule, floor: Floor) -> Equipped:
     proven = prove(built)
-    if floor.lanes is None:
-        return Equipped(proven.schedule, InlineEngine(proven, floor.stages, floor.turn), None)
-    assert isinstance(floor.crew.world, World)
     clock = Clock() if floor.timeline else None
+    if floor.lanes is None:
+        return Equipped(proven.schedule, InlineEngine(proven, floor.stages, floor.turn, clock), clock)
+    assert isinstance(floor.crew.world, World)
     world = floor.crew.world
     engine = Worker(proven, world.rank, floor.stages, floor.lanes, world.watch, floor.turn, clock)
     return Equipped(proven.schedule, engine, clock)
@@ -140,7 +141,8 @@ def _asynchronous(endless: Endless, remedies: Remedies, floor: Floor) -> Equippe
     rate = None if remedies.t1 is None else lambda stage, step: remedies.rate(endless, stage, step)
     rounds = Rounds(floor.optimizers, weights, floor.mail, endless.shape.stages - 1, rate)
     if floor.lanes is None:
-        inline = InlineStream(endless, floor.stages, weights, rounds)
+        clocks = [RunClock() for _ in range(endless.shape.slots)] if floor.timeline else []
+        inline = InlineStream(endless, floor.stages, weights, rounds, clocks)
         return Equipped(endless.loop, inline, None, rounds, remedies)
     assert isinstance(floor.crew.world, World)
     clock, world = RunClock() if floor.timeline else None, floor.crew.world
@@ -160,7 +162,7 @@ def _require_own_weights(floor: Floor) -> None:
 
 def _require_methods_own(options: dict[str, Any]) -> None:
     """The model's stages are a Pipeline's for good: no option of a schedule says how many there are, or where."""
-    settled = [name for name in ("stages", "chunks", "edges") if name in options]
+    settled = [name for name in SETTLED if name in options]
     if settled:
         raise InputError(
             "options of the schedule's own method",

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.app.optimize import made
 from penstock.app.settings import read_precision
+from penstock.core.arguments import named
 from penstock.core.profile import Profile
 from penstock.errors import InputError
 from penstock.model import tree
@@ -27,6 +28,7 @@ from penstock.profiler.estimate import Estimate, estimated
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
+@named
 def estimate(
     model: nn.Module,
     example: Any,

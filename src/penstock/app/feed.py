@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ class Feed:
         self.source = None if data == "every" or crew.alone else 0
 
     def one(self, inputs: Any, target: Any) -> tuple[Any, Any]:
-        """One batch, on every rank."""
+        """One batch, on every rank. What is like a dict (a tokenizer's result, say) becomes one."""
+        inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
         if self.source is None:
             return inputs, target
         mine = self.crew.world.rank == self.source

@@ -89,7 +89,9 @@ class Compared:
 def warn_hidden(whole: float, mean: float, parts: int) -> None:
     warnings.warn(
         f"expected the whole batch's loss to be the mean over its rows, but got {whole:.6g} for the whole and "
-        f"{mean:.6g} over {parts} micro-batches; return (sum, weight) from the loss, so that all rows count right",
+        f"{mean:.6g} over {parts} micro-batches; return (sum, weight) from the loss, so that all rows count right. One "
+        "that is taken inside forward is taken outside for that, in loss=; one that compares rows with each other, as "
+        "a contrastive loss does, sees those of one micro-batch alone: give microbatches=1",
         stacklevel=5,
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.app.measured import Measured
+from penstock.app.measured import Measured, paired
 from penstock.app.offsets import offsets
 from penstock.core.action import Op
 from penstock.core.cost import Footprint
@@ -17,7 +17,9 @@ from penstock.core.loop import Loop
 from penstock.core.lower import lower
 from penstock.core.schedule import Schedule
 from penstock.core.timeline import Timeline
-from penstock.engine.clock import Clock, RunClock
+from penstock.engine.clock import Clock
+from penstock.engine.inline import InlineEngine
+from penstock.engine.stream import InlineStream, WorkerStream
 from penstock.engine.worker import Worker
 from penstock.engine.world import World
 from penstock.errors import InputError
@@ -40,7 +42,7 @@ def gathered(pipe: Pipeline) -> Measured:
             "a synchronous schedule, whose steps are alike", repr(schedule.shape.name), "ask for pipe.timeline()"
         )
     if not clock.steps:
-        raise InputError("at least one step to have been measured", "none", "train first")
+        raise _nothing_yet()
     ahead = offsets(world, clock.read)
     mine = np.array(clock.steps, dtype=np.int64)
     readings = [np.frombuffer(part, np.int64).reshape(len(mine), -1) for part in world.gather(mine.tobytes())]
@@ -52,23 +54,58 @@ def gathered(pipe: Pipeline) -> Measured:
     return Measured(schedule, start, end, clock.first, again, _footprint(told, schedule.shape.stages), added)
 
 
+def timeline_here(pipe: Pipeline) -> Timeline:
+    """The last step of a pipeline whose stages all run in this process, one after the other. What goes from one to
+    another takes no time, and all updates come at the end."""
+    engine, clock, schedule = pipe.engine, pipe.clock, pipe.schedule
+    assert isinstance(engine, InlineEngine)
+    assert isinstance(schedule, Schedule)
+    if not isinstance(clock, Clock):
+        raise _not_kept()
+    if not clock.steps:
+        raise _nothing_yet()
+    readings = np.array(clock.steps[-1], dtype=np.int64)
+    seconds = (readings - readings[0]) * 1e-9
+    start, end = seconds[engine.before], seconds[engine.after]
+    updates = np.flatnonzero(schedule.rows.op == Op.UPDATE)
+    edges = np.linspace(seconds[-2], seconds[-1], len(updates) + 1)
+    start[updates], end[updates] = edges[:-1], edges[1:]
+    return Timeline(schedule, *paired(schedule, start, end), measured=True)
+
+
 def gathered_run(pipe: Pipeline) -> Timeline:
     """The last run without a flush, from its fill to its drain, as it was measured. Every rank has to ask."""
-    world, clock, loop = _world(pipe), pipe.clock, pipe.schedule
-    assert isinstance(clock, RunClock)
+    crew, loop, engine = pipe.crew, pipe.schedule, pipe.engine
+    assert isinstance(engine, (InlineStream, WorkerStream))
     assert isinstance(loop, Loop)
+    if not engine.clocks:
+        raise _not_kept()
+    clock = engine.clocks[0]
     if clock.last is None:
         raise InputError(
             "a run that has drained, of no more mini-batches than are kept",
             "none, or a longer one",
             "train a shorter one, or evaluate in between",
         )
-    ahead = offsets(world, clock.read)
-    mine = np.array(clock.last[:2], dtype=np.int64)
-    parts = [np.frombuffer(part, np.int64).reshape(2, -1) for part in world.gather(mine.tobytes())]
+    if crew.alone:
+        parts = [np.array(one.last[:2], dtype=np.int64) for one in engine.clocks if one.last is not None]
+        ahead = [0] * len(parts)
+    else:
+        world = _world(pipe)
+        ahead = offsets(world, clock.read)
+        mine = np.array(clock.last[:2], dtype=np.int64)
+        parts = [np.frombuffer(part, np.int64).reshape(2, -1) for part in world.gather(mine.tobytes())]
     on_one_clock = np.concatenate([one - offset for one, offset in zip(parts, ahead, strict=True)], axis=1)
     start, end = (on_one_clock - on_one_clock.min()) * 1e-9
     return Timeline(lower(loop.unroll(clock.last[2])), start, end, measured=True)
+
+
+def _nothing_yet() -> InputError:
+    return InputError("at least one step to have been measured", "none", "train first")
+
+
+def _not_kept() -> InputError:
+    return InputError("a pipeline whose timeline is kept", "timeline=False", "leave timeline on")
 
 
 def _world(pipe: Pipeline) -> World:
@@ -76,7 +113,7 @@ def _world(pipe: Pipeline) -> World:
         raise InputError(
             "a run on several processes whose timeline is kept",
             "one process, or timeline=False",
-            "launch with torchrun, and leave timeline on",
+            "launch with torchrun, and leave timeline on; pipe.timeline() serves in one process, too",
         )
     return pipe.crew.world
 

@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import InputError
 from penstock.model import tree
 
 
 def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """(inputs, target) of each batch."""
+    """(inputs, target) of each batch; one that is a dict has its labels inside, if any."""
     try:
         every = iter(batches)
     except TypeError:
         came = type(batches).__name__
         raise InputError("a loader that can be iterated over", came, "give a list of batches or a DataLoader") from None
     for batch in every:
+        if isinstance(batch, Mapping):  # of keywords, labels among them
+            yield batch, None
+            continue
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             came = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else type(batch).__name__
-            raise InputError("a loader of (inputs, target)", came, "yield a pair; target may be None")
+            do = "yield a pair, whose target may be None, or a dict of the forward's keywords"
+            raise InputError("a loader of (inputs, target)", came, do)
         yield batch[0], batch[1]
+
+
+@contextmanager
+def taken_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Around a call of the model's: arguments that its forward does not take get one message."""
+    try:
+        yield
+    except TypeError:
+        try:
+            inspect.signature(model.forward).bind(*args, **kwargs)
+        except TypeError as wrong:
+            came = [type(value).__name__ for value in args] + [f"{name}=" for name in kwargs]
+            raise InputError(
+                f"inputs that {type(model).__name__}.forward takes",
+                f"({', '.join(came)}): {wrong}",
+                "give a tensor, a tuple of arguments or a dict of keywords; the target comes behind it, as in "
+                "pipe.step(inputs, target)",
+            ) from None
+        raise
 
 
 @dataclass

@@ -51,7 +51,7 @@ class Measured:
         working = ~np.isin(self.schedule.rows.op, (Op.RECV_F, Op.RECV_B))
         begun = start[working].min()
         start, end = np.maximum(start - begun, 0.0), np.maximum(end - begun, 0.0)
-        return Timeline(self.schedule, *_paired(self.schedule, start, end), measured=True)
+        return Timeline(self.schedule, *paired(self.schedule, start, end), measured=True)
 
     def predicted(self, steps: slice | None = None) -> Timeline:
         """What the simulator makes of the times that stages and transfers took in some of the kept steps.
@@ -90,7 +90,7 @@ def _met(line: Timeline) -> Timeline:
     return replace(line, start=line.start + late, end=line.end + late)
 
 
-def _paired(schedule: Schedule, start: FloatArray, end: FloatArray) -> tuple[FloatArray, FloatArray]:
+def paired(schedule: Schedule, start: FloatArray, end: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Both rows of an overlapped pair span the whole of it."""
     pair = np.flatnonzero(schedule.rows.op == Op.FB)
     start, end = start.copy(), end.copy()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.app.feed import Feed
+from penstock.app.inputs import taken_by
 from penstock.errors import InputError
 from penstock.model.batch import as_call, piece, require_device, rows_of, spans
 from penstock.model.loss import Loss, read_loss
@@ -18,7 +19,7 @@ from penstock.model.seeding import mixed
 from penstock.model.split import Split
 from penstock.model.stage import Job
 
-Cut = int | list[tuple[int, int]]  # how many micro-batches, or the first and last row of each
+Cut = int | list[tuple[int, int]]  # how many micro-batches, empty where rows are too few, or the rows of each
 Finish = Callable[[Any, Any, int], Any]  # of the model's result, the target and the rows
 
 
@@ -34,7 +35,8 @@ class MicroBatches:
         self._notice_frozen()
         require_device((call, target), self.device)
         stamp, every = self.feed.stamp(inputs, target), rows_of(call, target)
-        cut = spans(every, cut) if isinstance(cut, int) else cut
+        parts = cut if isinstance(cut, int) else len(cut)
+        cut = spans(every, min(cut, every)) if isinstance(cut, int) else cut
         jobs: list[Job] = []
         path_of = self._paths(call)
         for number, (first, last) in enumerate(cut):
@@ -42,9 +44,14 @@ class MicroBatches:
             rows, wanted = last - first, piece(target, first, last, every)
             ending = _Finish(finish, wanted, rows)
             chance = mixed(self.seed, step, number)
-            path = path_of(args, kwargs, rows, chance)
+            with taken_by(self.split.model, args, kwargs):
+                path = path_of(args, kwargs, rows, chance)
             job = Job(first_number + number, step, args, kwargs, rows, path, ending, chance=chance)
             job.last, job.part, job.stamp, job.mates = number == len(cut) - 1, number, stamp, jobs
+            jobs.append(job)
+        for number in range(len(cut), parts):  # the schedule has places for them, in which then nothing is done
+            job = Job(first_number + number, step, (), {}, 0, jobs[0].path, _no_result)
+            job.part, job.stamp, job.mates = number, stamp, jobs
             jobs.append(job)
         return jobs
 
@@ -102,9 +109,28 @@ class _Finish:
         return self.finish(result, self.target, self.rows)
 
 
+def _no_result(result: Any) -> Any:
+    """Nothing becomes of a micro-batch without rows: no stage runs it."""
+    raise AssertionError("a micro-batch without rows was run")
+
+
 def scored(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any, int], Loss]:
     """A loss of the user's, as what becomes of a result."""
-    return lambda result, target, rows: read_loss(loss(result, target), rows)
+    return lambda result, target, rows: read_loss(called(loss, result, target), rows)
+
+
+def called(loss: Callable[[Any, Any], Any], result: Any, target: Any) -> Any:
+    """What a loss of the user's says; one that finds None where it wants a target is told of as that."""
+    try:
+        return loss(result, target)
+    except Exception as error:
+        if target is not None or "NoneType" not in str(error):
+            raise
+        raise InputError(
+            "a target that the loss takes",
+            f"None, which it answers with {type(error).__name__}: {error}",
+            "give one, pipe.step(inputs, target) or a loader of (inputs, target); a loss may also go by result alone",
+        ) from error
 
 
 def unchanged(result: Any, target: Any, rows: int) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.core.arguments import named
+
 Choice = Callable[[str, nn.Parameter], bool]
 TABLES = ("emb", "wte", "wpe", "tok", "pos", "place", "head")  # parts of the names that tables and heads go by
 
@@ -94,6 +96,7 @@ def _named(params: Iterable[Any], names: Sequence[str] | None) -> list[tuple[str
     return list(zip([""] * len(given) if names is None else names, given, strict=True))
 
 
+@named
 def muon(
     lr: float,
     *,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.arguments import named
+
 if TYPE_CHECKING:
     from torch.optim import NAdam
 
@@ -27,6 +29,7 @@ def look_ahead(
     return NAdam(params, lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay=True)
 
 
+@named
 def nesterov(
     lr: float,
     betas: tuple[float, float] = (0.99, 0.999),

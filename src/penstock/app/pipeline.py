@@ -10,23 +10,25 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from penstock.app.assemble import Assembled, assemble
 from penstock.app.crew import require_agreement
-from penstock.app.equip import Equipped, choose, describe, equip
+from penstock.app.equip import SETTLED, Equipped, choose, describe, equip
 from penstock.app.first_loss import Compared, warn_coupled, warn_hidden
-from penstock.app.gathered import gathered, gathered_run
+from penstock.app.gathered import gathered, gathered_run, timeline_here
 from penstock.app.inputs import input_gradients
 from penstock.app.measured import Measured
 from penstock.app.micro_batches import Cut, Finish, MicroBatches, scored, unchanged
 from penstock.app.optimize import Update
+from penstock.app.remedies import NAMES as REMEDIES
 from penstock.app.settings import Wanted, read_course, require_plain_loss
 from penstock.app.state import take_state, whole_state
 from penstock.app.streaming import Stream
+from penstock.core.arguments import named, named_fields, parameters_of, refuse_unknown
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.core.timeline import Timeline
@@ -44,10 +46,13 @@ from penstock.model.seeding import mixed, random_states_kept
 from penstock.model.stage import Job
 from penstock.model.untouched import untouched
 from penstock.model.walk import watching
+from penstock.schedules.options import TrainingOptions
+from penstock.schedules.registry import OPTIONS
 
 LossFunction = Callable[[Any, Any], Any]
 
 
+@named_fields
 @dataclass(frozen=True)
 class Step:
     """What one step gave: the same on every rank."""
@@ -69,10 +74,12 @@ class Pipeline:
     "activations" (the same as True), "weights" (of stages that wait; between steps they lie there too), or "all".
     `data` is "every" where
     each rank is given the same batches, "rank0" where rank 0 has them and the others pass None. `transport` and
-    `timeout` (seconds that a rank may wait for another) are for several processes, and so is `timeline`: whether each
-    step's times are kept. `load`, a function from a parameter's name to its values, fills a weightless model.
+    `timeout` (seconds that a rank may wait for another) are for several processes. `timeline`: whether times of
+    each step are kept. `load`, a function from a parameter's name to its values, fills a weightless model; it is
+    asked for what this process runs.
     """
 
+    @named
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -99,11 +106,12 @@ class Pipeline:
         timeout: float = 120.0,
         timeline: bool = True,
         load: Callable[[str], torch.Tensor] | None = None,
-        **options: Any,
+        **options: Unpack[TrainingOptions],
     ) -> None:
+        refuse_unknown("Pipeline", options, [*parameters_of(Pipeline), *OPTIONS, *REMEDIES, *SETTLED])
         require_plain_loss(loss)
         given = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "cuts": cuts, "chunks": chunks}
-        course = read_course(plan, given, options)
+        course = read_course(plan, given, dict(options))
         self.wanted = Wanted(
             model, example, course.stages, course.schedule, course.microbatches, optimizer, cuts, course.chunks,
             recompute, offload, precision, clip, accumulate, lr_scheduler, seed, verify, data, transport, timeout,
@@ -129,8 +137,12 @@ class Pipeline:
             equipped.rounds.since = self.index
             self.stream = Stream(self, self.engine, equipped.rounds, equipped.remedies.t3)
 
+    @named
     def step(self, inputs: Any, target: Any = None) -> Step:
-        """One synchronous step over a batch: all micro-batches forward and backward, then the update."""
+        """One synchronous step over a batch: all micro-batches forward and backward, then the update.
+
+        `inputs` are a tensor, a tuple of arguments, or a dict of keywords, whose labels may be among them.
+        """
         loss = self._require_loss()
         if self.stream is not None:
             return self.stream.step(inputs, target)
@@ -144,8 +156,9 @@ class Pipeline:
         self.index += 1
         return Step(self.index - 1, found.mean, update.updated, update.norm)
 
-    def train(self, loader: Iterable[tuple[Any, Any]] | None) -> Iterator[Step]:
-        """One record a batch of the loader, which yields (inputs, target).
+    @named
+    def train(self, loader: Iterable[Any] | None) -> Iterator[Step]:
+        """One record a batch of the loader, which yields (inputs, target), or dicts of the forward's keywords.
 
         Under an asynchronous schedule the pipe is fed without a flush, and a record comes when its batch has passed
         through; the pipe drains at the end, at an evaluation, at a save, and when the loop is left. A switch inside the
@@ -159,14 +172,23 @@ class Pipeline:
             if self.stream is stream:
                 return
 
-    def switch(self, schedule: str | Schedule | Loop, *, microbatches: int | None = None, **options: Any) -> None:
+    @named
+    def switch(
+        self,
+        schedule: str | Schedule | Loop,
+        *,
+        microbatches: int | None = None,
+        **options: Unpack[TrainingOptions],
+    ) -> None:
         """Go on by another schedule, between two mini-batches; what is in flight is trained to its end first.
 
         The stages stay as they are, so the schedule must place as many on the same ranks. Optimizers keep their state.
         """
+        refuse_unknown("Pipeline.switch", options, [*parameters_of(Pipeline.switch), *OPTIONS, *REMEDIES, *SETTLED])
         self._require_between()
-        parts = self.microbatches if microbatches is None else microbatches
-        wanted = replace(self.wanted, schedule=schedule, microbatches=parts, options=options, plan=None)
+        own = schedule.shape.microbatches if isinstance(schedule, (Schedule, Loop)) else self.microbatches
+        parts = own if microbatches is None else microbatches
+        wanted = replace(self.wanted, schedule=schedule, microbatches=parts, options=dict(options), plan=None)
         chosen = choose(wanted, self.schedule.shape.ranks, None)
         if chosen.built.shape.placement != self.schedule.shape.placement:
             raise InputError(
@@ -192,7 +214,8 @@ class Pipeline:
         if self.stream is not None:
             self.stream.drain()
 
-    def evaluate(self, loader: Iterable[tuple[Any, Any]] | None) -> float:
+    @named
+    def evaluate(self, loader: Iterable[Any] | None) -> float:
         """The mean loss over a loader, in eval mode, without gradients."""
         self.settle()
         loss, total, weight = self._require_loss(), 0.0, 0.0
@@ -205,6 +228,7 @@ class Pipeline:
             raise InputError("a loader with something to score", "nothing", "give data to evaluate")
         return float(total / weight)
 
+    @named
     def forward(self, inputs: Any) -> Any:
         """The model's result for a batch, without gradients, in the mode the model is in: on every rank."""
         self.settle()
@@ -222,6 +246,7 @@ class Pipeline:
         self.settle()
         return whole_state(self.crew, self.split)
 
+    @named
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the whole model's state; each rank takes what its stages need.
 
@@ -230,6 +255,7 @@ class Pipeline:
         self.settle()
         take_state(self.split, state)
 
+    @named
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the training state to a new directory, between two steps; every rank has to call."""
         from penstock.app import checkpoint  # not at the top: torch's part of it takes long to import
@@ -237,6 +263,7 @@ class Pipeline:
         self.settle()
         checkpoint.save(self, path)
 
+    @named
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take up the training where `path` was saved, by whatever stages; every rank has to call."""
         from penstock.app import checkpoint
@@ -249,12 +276,15 @@ class Pipeline:
         return gathered(self)
 
     def timeline(self) -> Timeline:
-        """The last step as it was measured on all ranks; every rank has to ask.
+        """The last step as it was measured on all ranks; every rank has to ask. In one process stages run one after the
+        other.
 
         Under an asynchronous schedule, the last run from its fill to its drain; what is in flight is drained first.
         """
         self.settle()
-        return gathered_run(self) if self.stream is not None else self.measured().timeline()
+        if self.stream is not None:
+            return gathered_run(self)
+        return timeline_here(self) if self.crew.alone else self.measured().timeline()
 
     def close(self) -> None:
         """Let go of what joins this pipeline's processes, which the end of the process does too. By every rank."""
@@ -400,7 +430,8 @@ class Pipeline:
             torch.no_grad(),
             self.settings[0].autocast(),
         ):
-            parts, whole = (self._results(inputs, target, count, 0) for count in (self.microbatches, 1))
+            counts = (min(self.microbatches, rows), 1)
+            parts, whole = (self._results(inputs, target, count, 0) for count in counts)
             if parts is None or whole is None:
                 return
             found = Compared(loss, target, rows, parts, whole[0])

@@ -10,19 +10,21 @@ from penstock.app.plan_json import as_json
 from penstock.app.plan_text import all_as_text, as_text
 from penstock.app.predict import Prediction, predict
 from penstock.app.score import Scorer
+from penstock.core.arguments import named, parameters_of, refuse_unknown
 from penstock.core.cluster import Cluster
 from penstock.core.cluster_file import read_cluster
 from penstock.core.given import whole
 from penstock.core.profile import MOST_ROWS, Profile
 from penstock.core.text_profile import read_text_profile
 from penstock.errors import FormatError, InputError
-from penstock.planners.registry import PLANNERS, find_plan
+from penstock.planners.registry import OPTIONS, PLANNERS, find_plan
 from penstock.planners.scaled import scaled
 from penstock.schedules.registry import find
 
 NO_TIME = 1e-12  # seconds: less in all is nothing measured, and rows a second would be without end
 
 
+@named
 def read_profile(path: str | Path, samples: int | None = None) -> Profile:
     """A profile from our JSON or from the literature's text, which does not say how many rows were measured."""
     if Path(path).suffix != ".json":
@@ -42,6 +44,7 @@ def read_profile(path: str | Path, samples: int | None = None) -> Profile:
         raise FormatError(str(path), "JSON", str(error), "write it with `penstock profile`") from None
 
 
+@named
 def plan(
     profile: Profile,
     cluster: Cluster,
@@ -57,6 +60,7 @@ def plan(
     each device.
     """
     _require_options(options)
+    refuse_unknown("plan", options, [*parameters_of(plan), *OPTIONS])
     sized = profile if microbatch is None else scaled(profile, whole("microbatch", microbatch, most=MOST_ROWS))
     spent = sum(layer.seconds for layer in sized.layers)
     if spent < NO_TIME:

@@ -118,7 +118,6 @@ def some_batches(plan: Plan) -> int:
 def _run(plan: Plan, profile: Profile, cluster: Cluster, batches: int) -> Timeline:
     chain = {(s, s + 1) for s in range(len(plan.stages) - 1)}
     options: dict[str, Any] = dict(plan.options)
-    chunks = {"chunks": plan.chunks} if plan.chunks > 1 else {}
     built = schedule(
         plan.schedule,
         stages=plan.ranks,
@@ -126,7 +125,7 @@ def _run(plan: Plan, profile: Profile, cluster: Cluster, batches: int) -> Timeli
         batches=batches,
         replicas=plan.replicas,
         edges=sorted(chain | set(profile.crossing(plan.cuts))),
-        **chunks,
+        chunks=plan.chunks if plan.chunks > 1 else None,
         **options,
     )
     return simulate(built, profile=profile, plan=plan, cluster=cluster)

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.app.optimize import made
 from penstock.app.settings import home_of, read_precision, require_plain_loss
+from penstock.core.arguments import named
 from penstock.core.given import whole
 from penstock.core.profile import Profile
 from penstock.errors import InputError
@@ -28,6 +29,7 @@ LossFunction = Callable[[Any, Any], Any]
 Optimizer = Callable[..., torch.optim.Optimizer]
 
 
+@named
 def profile(
     model: nn.Module,
     example: Any,

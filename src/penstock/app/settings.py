@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from penstock.app.planned import Planned, read_plan, require_alone
+from penstock.core.check import prove
 from penstock.core.loop import Loop
+from penstock.core.lower import lower
 from penstock.core.schedule import Schedule
 from penstock.core.shape import Law
 from penstock.errors import InputError
@@ -54,6 +56,8 @@ class Wanted:
         modules = [self.model] if isinstance(self.model, nn.Module) else self.model
         if not isinstance(modules, (list, tuple, nn.ModuleList)) or not all(isinstance(m, nn.Module) for m in modules):
             raise InputError("an nn.Module, or a list of stage modules", repr(self.model)[:60], "give the model first")
+        for module in modules:
+            _require_bare(module)
         if not isinstance(self.model, nn.Module):
             self._require_stages(list(modules))
             self._require_no_plan()
@@ -69,6 +73,12 @@ class Wanted:
             raise InputError("cuts to be a list of module names", repr(self.cuts), 'write cuts=["blocks.4"]')
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise InputError("seed to be a whole number", repr(self.seed), "give one")
+        if self.load is not None and not callable(self.load):
+            raise InputError(
+                "load= to be a function of a parameter's name",
+                type(self.load).__name__,
+                "give load=state.__getitem__ for a state dict",
+            )
         if self.lr_scheduler is not None and not callable(self.lr_scheduler):
             raise InputError(
                 "lr_scheduler= to be a function", type(self.lr_scheduler).__name__, "give lambda optimizer: ..."
@@ -91,6 +101,24 @@ class Wanted:
         if self.stages is not None and self.stages != ranks:
             raise InputError(
                 f"stages={ranks} for a list of {len(modules)} stage modules", self.stages, "leave stages out"
+            )
+
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+
+
+def _require_bare(model: nn.Module) -> None:
+    """Refuse what others have spread over processes or devices already. By name: to import them all takes long."""
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith(("torch.", "deepspeed."))}
+        wrapper = next((kind for kind in _WRAPPERS if kind in kinds), None)
+        if wrapper is not None:
+            inner = f"the model's {name!r}" if name else "the model"
+            wraps = wrapper != "FSDPModule"
+            raise InputError(
+                "the bare model, as the Pipeline itself spreads it over ranks and joins their gradients",
+                f"{wrapper} around {inner}" if wraps else f"{inner} after fully_shard",
+                "give what it wraps, its .module" if wraps else "give it as it was before fully_shard",
             )
 
 
@@ -117,10 +145,15 @@ def read_course(plan: object, given: dict[str, Any], options: dict[str, Any]) ->
     return Course(
         given["stages"],
         "1f1b" if schedule is None else schedule,
-        4 if microbatches is None else microbatches,
+        _microbatches(schedule) if microbatches is None else microbatches,
         given["chunks"],
         options,
     )
+
+
+def _microbatches(schedule: object) -> int:
+    """The number where none is given: a schedule's own."""
+    return schedule.shape.microbatches if isinstance(schedule, (Schedule, Loop)) else 4
 
 
 def require_plain_loss(loss: Any) -> None:
@@ -160,20 +193,35 @@ def read_schedule(asked: Asked, cuts: Sequence[str] | None) -> Schedule | Loop:
     if isinstance(asked.schedule, (Schedule, Loop)):
         built = asked.schedule
         _require_fit(built, asked)
+        if isinstance(built, Schedule) and built.shape.law is not Law.SYNC:
+            built = _repeated(built)
     else:
         built = asked.named(_stages(asked.stages, asked.chunks, cuts))
     shape = built.shape
-    if isinstance(built, Schedule) and (shape.law is not Law.SYNC or shape.batches != 1):
+    if isinstance(built, Schedule) and shape.batches != 1:
         raise InputError(
-            "a synchronous schedule of one mini-batch, or a loop",
-            repr(shape.name),
-            "give an asynchronous method by its name, or penstock.loop(...)",
+            "a synchronous schedule of one mini-batch, as each ends with an update",
+            f"{shape.name!r} of {shape.batches}",
+            "give batches=1; it is repeated for every mini-batch",
         )
     if shape.slots != shape.ranks:
         raise InputError("a schedule without replicas", repr(shape.name), "leave replicas out")
     if cuts is not None and len(cuts) != shape.stages - 1:
         raise InputError(f"{shape.stages - 1} cuts for {shape.stages} pieces", len(cuts), "name one cut a boundary")
     return built
+
+
+def _repeated(own: Schedule) -> Loop:
+    """A user's list without a flush, as a run of any length."""
+    prove(own)
+    found = Loop.repeating(own)
+    if own.lowered and lower(found.unroll(own.shape.batches)) != own:
+        raise InputError(
+            "transfers and updates of a schedule without a flush where we put them: around what they serve",
+            f"{own.shape.name!r} with others",
+            "give its compute actions alone, and let us add the rest",
+        )
+    return found
 
 
 def with_edges(asked: Asked, built: Schedule | Loop, edges: Sequence[tuple[int, int]]) -> Schedule | Loop:

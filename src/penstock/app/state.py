@@ -10,6 +10,7 @@ from torch import nn
 from penstock.app.crew import Crew, share
 from penstock.errors import InputError
 from penstock.model.split import Split
+from penstock.model.walk import is_walking
 
 
 def whole_state(crew: Crew, split: Split) -> dict[str, Any]:
@@ -73,3 +74,24 @@ def release(model: nn.Module, keep: list[nn.Parameter]) -> None:
                     empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
                     hollow[id(parameter)] = empty
                 module._parameters[name] = hollow[id(parameter)]
+
+
+def guard(split: Split) -> None:
+    """Have a call of the model itself, which runs stages whose weights are on other ranks, say what to call instead."""
+    for module in split.model.modules():
+        if id(module) not in split.layout.opened and _absent(module):
+            module.register_forward_pre_hook(_refuse_absent)
+
+
+def _absent(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module._parameters.items() if parameter is not None and parameter.is_meta]
+
+
+def _refuse_absent(module: nn.Module, args: Any) -> None:
+    absent = _absent(module)
+    if absent and not is_walking():
+        raise InputError(
+            "a call of the pipeline, as each rank has the weights of its own stages alone",
+            f"a call of the model, whose {type(module).__name__} has its {absent[0]} on another rank",
+            "call pipe.forward(inputs), or pipe.evaluate(loader), on every rank; pipe.state_dict() has all weights",
+        )

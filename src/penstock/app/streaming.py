@@ -138,9 +138,9 @@ class Stream:
                 )
 
     def _clocked(self) -> None:
-        if isinstance(self.engine, WorkerStream) and self.engine.clock is not None:
-            rows = len(self.endless.rest(self.engine.slots[0], 0, self.fed)) if self.fed <= KEEP else -1
-            self.engine.clock.finish(self.fed, rows)
+        for slot, clock in zip(self.engine.slots, self.engine.clocks, strict=False):
+            rows = len(self.endless.rest(slot, 0, self.fed)) if self.fed <= KEEP else -1
+            clock.finish(self.fed, rows)
 
     def _out(self, mine: object) -> Iterator[Step]:
         while self.finished:

@@ -64,7 +64,7 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
             show(len(losses), step.loss)
             kept.after(begun + len(losses))
             clock = perf_counter()
-    seen = pipe.measured() if isinstance(pipe.clock, Clock) and losses else None
+    seen = pipe.measured() if isinstance(pipe.clock, Clock) and losses and not pipe.crew.alone else None
     whole = pipe.crew.world.gather(str(max(0, peak() - before)).encode())
     return Outcome(
         losses,

@@ -19,6 +19,7 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 
+from penstock.core.arguments import named_fields
 from penstock.errors import FormatError
 
 
@@ -57,6 +58,7 @@ _FROM_STAGE_LETTER = {letter: op for op, letter in _STAGE_LETTER.items()}
 _FROM_SIGN = {pair: op for op, pair in _TRANSFER_SIGN.items()}
 
 
+@named_fields
 @dataclass(frozen=True, slots=True)
 class Action:
     """One action of one slot: `peer` and `replica` name a transfer's other end, `joined` is the backward of an FB."""

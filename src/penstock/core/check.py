@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.core.arguments import named
 from penstock.core.cost import Costs, flat_costs
 from penstock.core.faults import Fault, FaultKind, Report
 from penstock.core.given import Numbers
@@ -32,6 +33,7 @@ from penstock.errors import InputError, ScheduleError
 _BLINDING = (FaultKind.STRAY, FaultKind.MISSING, FaultKind.DOUBLED, FaultKind.PARTNER)
 
 
+@named
 def check(
     schedule: Schedule,
     *,

@@ -14,6 +14,7 @@ from math import inf, prod
 from operator import mul
 from typing import Any
 
+from penstock.core.arguments import named_fields
 from penstock.core.given import from_json_of, shown, sized, text, truth, whole
 from penstock.errors import InputError
 
@@ -22,6 +23,7 @@ SLOWEST = 1e-9  # of speeds and bytes/s, where they are not 0: what is divided b
 REDUCE = ("reduce_bandwidth", "inf")  # how JSON has one without limit: its null says that it is as the bandwidth
 
 
+@named_fields
 @dataclass(frozen=True)
 class Device:
     """One kind of device: bytes of memory, and its speed as a multiple of the one that was profiled.
@@ -52,6 +54,7 @@ class Device:
             )
 
 
+@named_fields
 @dataclass(frozen=True)
 class Level:
     """`size` groups of the level below are joined at `bandwidth` bytes/s (each way) and `latency` seconds."""
@@ -99,6 +102,7 @@ class Level:
                 raise InputError(f"a latency of 0 or more seconds at level {self.name!r}", latency, "change latency")
 
 
+@named_fields
 @dataclass(frozen=True)
 class Cluster:
     """Devices numbered host by host, and the levels that join them, innermost first."""

@@ -33,6 +33,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from penstock.core.arguments import named
 from penstock.core.cluster import Cluster, Device, Level, require_room
 from penstock.core.cluster_presets import KINDS, PRESETS
 from penstock.core.given import whole
@@ -52,6 +53,7 @@ KEYS = {
 }
 
 
+@named
 def read_cluster(source: str | Path, hosts: int | None = None) -> Cluster:
     """The cluster in a TOML file, or a preset by its name; `hosts` replaces how many hosts it has."""
     path = Path(source)

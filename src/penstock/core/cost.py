@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
 from penstock.core import given
 from penstock.core.action import Op
+from penstock.core.arguments import named_fields
 from penstock.core.cluster import Cluster
 from penstock.core.given import Numbers
 from penstock.core.links import FloatArray, Links, cluster_links, pair_links, ring_seconds
@@ -32,6 +34,7 @@ class Footprint:
     buffers: FloatArray | None = None  # there is one of them, however many versions of the weights
 
 
+@named_fields
 @dataclass(frozen=True, eq=False)
 class Costs:
     """Seconds of every stage for one micro-batch on one device, of its reduction and update, and of every lane.
@@ -113,6 +116,21 @@ def _per_boundary(shape: Shape, numbers: Numbers) -> FloatArray:
         return np.full(len(shape.edges), values[0])
     ring = np.append(values, 0.0) if len(values) == shape.ranks - 1 else values
     return np.array([ring[min(a, b)] if abs(a - b) == 1 else ring[a] for a, b in ends])
+
+
+class FlatCosts(TypedDict, total=False):
+    """What `flat_costs` takes, for type checkers."""
+
+    forward: Numbers
+    input_grad: Numbers
+    weight_grad: Numbers
+    transfer: Numbers
+    update: Numbers
+    reduce: Numbers
+    weight_grad_memory: float
+    recompute: bool
+    recompute_memory: float
+    overlap: float
 
 
 def flat_costs(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from penstock.core.arguments import named_fields
 from penstock.core.schedule import Schedule
 
 DRAWN = 20  # faults that are written out; the rest are counted
@@ -25,6 +26,7 @@ class FaultKind(StrEnum):
     MEMORY = "memory"
 
 
+@named_fields
 @dataclass(frozen=True)
 class Fault:
     """One broken law. `cell` is the place in the slot's printed line, -1 when the fault is something not there."""
@@ -38,6 +40,7 @@ class Fault:
         return self.message
 
 
+@named_fields
 @dataclass(frozen=True)
 class Report:
     """All faults of one schedule; empty means that it is sound."""

@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock.core.action import Op
+from penstock.core.arguments import named_fields
 from penstock.core.given import whole
 from penstock.core.schedule import Rows, Schedule
-from penstock.core.shape import MOST, Shape
+from penstock.core.shape import MOST, Law, Shape
 
 
+@named_fields
 @dataclass(frozen=True, eq=False)
 class Loop:
     """`fill[s]` and `body[s]` are the rows of slot s; one pass of the body takes in `period` mini-batches."""
@@ -24,6 +27,26 @@ class Loop:
     fill: tuple[Rows, ...]
     body: tuple[Rows, ...]
     period: int
+
+    @classmethod
+    def repeating(cls, schedule: Schedule) -> Loop:
+        """A list of some mini-batches, again and again: the pipe drains at its end, and fills anew.
+
+        Versions are counted on from the drained ones. Under 2bw a list's first mini-batch names version 0 because there
+        is none before it; later it has to be the one before the newest.
+        """
+        shape, rows = schedule.shape, schedule.rows
+        compute = rows.op <= Op.FB
+        op = np.where(rows.op == Op.FB, np.uint8(Op.F), rows.op)  # what overlaps follows each other
+        delayed = shape.law is Law.TWO_BW
+        version = rows.microbatch // shape.microbatches - 1 if delayed else rows.version
+        slots = schedule.slot_of_rows()
+        body = []
+        for slot in range(shape.slots):
+            mine = compute & (slots == slot)
+            body.append(Rows.compute(op[mine], rows.stage[mine], rows.microbatch[mine], version[mine]))
+        nothing = Rows.compute([], [], [], [])
+        return cls(replace(shape, batches=1), (nothing,) * shape.slots, tuple(body), shape.batches)
 
     def version_step(self) -> np.ndarray:
         """Updates a stage makes in one pass of the body."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.core.action import Op
+from penstock.core.arguments import named
 from penstock.core.jit import helper, kernel
 from penstock.core.schedule import BoolArray, LongArray, OpArray, Rows, Schedule
 from penstock.core.shape import IntArray, Law
@@ -25,6 +26,7 @@ SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B),
 REDUCE, UPDATE = int(Op.REDUCE), int(Op.UPDATE)
 
 
+@named
 def lower(schedule: Schedule) -> Schedule:
     """The same schedule with every transfer, reduction and update in its place."""
     if schedule.lowered:

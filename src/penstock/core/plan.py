@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from penstock.core.arguments import named_fields
 from penstock.core.given import from_json_of, truth, whole
 from penstock.errors import InputError
 
 
+@named_fields
 @dataclass(frozen=True)
 class StagePlan:
     """One stage: the layers `first` to `last` (both included), and whether it recomputes or offloads activations."""
@@ -25,6 +27,7 @@ class StagePlan:
         truth("offload of a stage", self.offload)
 
 
+@named_fields
 @dataclass(frozen=True)
 class Plan:
     """Stages in model order, the rank that holds each, and the devices of each slot of each rank.

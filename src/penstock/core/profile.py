@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.core.arguments import named_fields
 from penstock.core.given import from_json_of, number, text, whole
 from penstock.core.links import FloatArray
 from penstock.errors import InputError
@@ -17,6 +18,7 @@ CORRECT = "correct the profile"
 MOST_ROWS = 10**12  # of a micro-batch
 
 
+@named_fields
 @dataclass(frozen=True)
 class Layer:
     """Seconds and bytes of one layer for one micro-batch of the profile's size."""
@@ -92,6 +94,7 @@ def _take(noun: object, name: str, what: str) -> None:
     object.__setattr__(noun, name, float(value))
 
 
+@named_fields
 @dataclass(frozen=True)
 class Profile:
     """Layers in an order in which each comes after all that feed it; `edges` are (from, to) pairs of layer numbers.

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.action import COMPUTE, Action, Op
+from penstock.core.arguments import named_fields
 from penstock.core.given import from_json_of
 from penstock.core.shape import IntArray, Shape
 from penstock.errors import InputError
@@ -73,6 +74,7 @@ def _flatten(action: Action) -> tuple[Action, ...]:
     return (action,) if action.joined is None else (action, action.joined)
 
 
+@named_fields
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """Actions of every slot in order: slot s holds rows starts[s] to starts[s + 1]."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from penstock.core.action import COMPUTE, Action
+from penstock.core.arguments import named
 from penstock.core.schedule import Schedule
 from penstock.core.shape import Law, Shape, Sharing
 from penstock.errors import FormatError, InputError
@@ -26,6 +27,7 @@ Choice = TypeVar("Choice", Law, Sharing)
 _KEYS = ("name", "law", "placement", "microbatches", "batches", "replicas", "sharing", "edges", "lowered")
 
 
+@named
 def to_csv(schedule: Schedule) -> str:
     """The text of a schedule; what a reader would assume anyway is left out of its head."""
     shape = schedule.shape
@@ -58,6 +60,7 @@ class _Sheet:
     lines: list[int] = field(default_factory=list)
 
 
+@named
 def from_csv(text: str, where: str = "schedule") -> Schedule:
     """The inverse of `to_csv`; `where` names the source in messages."""
     sheet = _read(text, where)

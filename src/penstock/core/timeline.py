@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core.action import Op
+from penstock.core.arguments import named_fields
 from penstock.core.cost import Costs
 from penstock.core.given import from_json_of
 from penstock.core.links import FloatArray
@@ -22,6 +23,7 @@ from penstock.core.memory import ACTIVATION_KINDS, Memory, most_versions
 from penstock.core.schedule import BoolArray, Schedule
 
 
+@named_fields
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """Start and end seconds of every row of a lowered schedule.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from penstock.core.action import Action, Op
+from penstock.core.arguments import named
 from penstock.core.schedule import Schedule
 from penstock.core.shape import Law
 from penstock.core.text import from_csv
@@ -19,6 +20,7 @@ _PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 _ADDED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
+@named
 def to_torch_csv(schedule: Schedule) -> str:
     """The compute actions as PyTorch's loader wants them."""
     shape = schedule.shape
@@ -46,6 +48,7 @@ def is_torch_csv(text: str) -> bool:
     return bool(_PAIR.search(text) or _ADDED.search(text))
 
 
+@named
 def from_torch_csv(text: str, where: str = "schedule") -> Schedule:
     """A schedule from PyTorch's CSV; transfers and sharding that its runtime added are dropped."""
     lines = []

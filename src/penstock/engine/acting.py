@@ -44,11 +44,13 @@ class Acting:
 
     @property
     def results(self) -> list[Any]:
-        """Of all micro-batches, in order; None where this process does not have the last stage."""
-        return [self.made.get(number) for number in self.jobs]
+        """Of all micro-batches with rows, in order; None where this process does not have the last stage."""
+        return [self.made.get(number) for number, job in self.jobs.items() if job.rows]
 
     def act(self, op: Op, stage: int, microbatch: int) -> None:
         job, mine = self.jobs[microbatch], self.stages[stage]
+        if not job.rows:
+            return
         self.turn(stage)
         if op in (Op.F, Op.FB):
             self.forward(stage, job, self.apart(stage, microbatch))

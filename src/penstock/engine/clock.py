@@ -51,6 +51,10 @@ class RunClock:
         self.end: list[int] = []
         self.last: tuple[list[int], list[int], int] | None = None  # of the last whole run, and its mini-batches
 
+    def forget(self) -> None:
+        """A run begins; of one that failed nothing counts."""
+        self.start, self.end = [], []
+
     def begin(self) -> None:
         """A pass begins."""
         self.now = self.read()

@@ -116,7 +116,7 @@ def _numbered(job: Job, stage: int, peer: int, named: Values) -> Values:
     except KeyError:
         unknown = sum(name not in known for name in named)
         raise other_forward(f"{unknown} values from stage {peer} to {stage} that this one does not have") from None
-    wanted = path.routes[peer].get(stage, ()) if peer < stage else values
+    wanted = path.routes[peer].get(stage, ()) if peer < stage and job.rows else values
     for value in wanted:
         if value not in values:
             raise other_forward(f"nothing in place of {path.describe(value)}, from stage {peer} to {stage}")

@@ -7,7 +7,7 @@ so they give the same bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -47,11 +47,16 @@ class Streaming:
     """Acts on rows; a subclass says in which order, and what becomes of transfers."""
 
     slots: tuple[int, ...]
+    clocks: Sequence[RunClock] = ()  # one a slot, or none
 
     def __init__(self, endless: Endless, stages: list[Stage], weights: Weights, updates: Updates) -> None:
         self.endless, self.weights, self.updates = endless, weights, updates
-        split = {stage for body in endless.loop.body for stage in body.stage[body.op == Op.I].tolist()}
-        self.acting = Acting(stages, lambda stage, microbatch: stage in split)
+        per_pass = endless.loop.period * endless.shape.microbatches
+        split: set[tuple[int, int]] = set()  # stages, and micro-batches of a pass
+        for rows in (*endless.loop.fill, *endless.loop.body):
+            mine = rows.op == Op.I
+            split.update(zip(rows.stage[mine].tolist(), (rows.microbatch[mine] % per_pass).tolist(), strict=True))
+        self.acting = Acting(stages, lambda stage, microbatch: (stage, microbatch % per_pass) in split)
         self.gathered: Counter[tuple[int, int]] = Counter()  # gradients of a round, by stage and mini-batch
 
     def begin(self) -> None:
@@ -59,6 +64,8 @@ class Streaming:
         self.acting.begin([])
         self.gathered.clear()
         self.weights.begin()
+        for clock in self.clocks:
+            clock.forget()
 
     def take(self, jobs: list[Job]) -> None:
         """The micro-batches of a mini-batch."""
@@ -103,7 +110,7 @@ class Streaming:
             self.updates.gather(stage, job)
         with self.weights.at(row.op, row.stage, row.microbatch, row.version):
             self.acting.act(row.op, row.stage, row.microbatch)
-        if row.op is Op.F and stage.last:
+        if row.op is Op.F and stage.last and job.rows:
             self._note_loss(job)
         elif row.op in (Op.B, Op.W):
             place = (row.stage, row.microbatch // self.endless.shape.microbatches)
@@ -124,10 +131,18 @@ class Streaming:
 
 
 class InlineStream(Streaming):
-    """All slots in this process. A slot goes on until it wants what is not made yet."""
+    """All slots in this process. A slot goes on until it wants what is not made yet. `clocks`: one a slot, or none."""
 
-    def __init__(self, endless: Endless, stages: list[Stage], weights: Weights, updates: Updates) -> None:
+    def __init__(
+        self,
+        endless: Endless,
+        stages: list[Stage],
+        weights: Weights,
+        updates: Updates,
+        clocks: Sequence[RunClock] = (),
+    ) -> None:
         super().__init__(endless, stages, weights, updates)
+        self.clocks = clocks
         self.slots = tuple(range(endless.shape.slots))
         self.sent: set[tuple[int, int, int]] = set()  # stages from and to, and micro-batch
 
@@ -138,9 +153,14 @@ class InlineStream(Streaming):
             while moved:
                 moved = False
                 for slot, mine in enumerate(rows):
+                    clock = self.clocks[slot] if self.clocks else None
+                    if clock is not None:
+                        clock.begin()
                     while at[slot] < len(mine) and self._did(mine[at[slot]]):
                         at[slot] += 1
                         moved = True
+                        if clock is not None:
+                            clock.tick()
 
     def _did(self, row: Row) -> bool:
         if row.op <= Op.FB:
@@ -179,6 +199,7 @@ class WorkerStream(Streaming):
     ) -> None:
         super().__init__(endless, stages, weights, updates)
         self.slots, self.watch, self.clock = (rank,), watch, clock
+        self.clocks = () if clock is None else (clock,)
         self.lanes = lanes
         self.mailing = Mailing(self.acting, lanes, stages[0].settings.device, news=True)
 

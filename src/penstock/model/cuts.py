@@ -14,6 +14,7 @@ from penstock.model.hooks import hooks_of
 from penstock.model.record import trace
 from penstock.model.trace import Event, Trace
 from penstock.model.walk import Layout
+from penstock.model.whole_parts import whole_parts
 
 TRIES = 8  # traces of an example that drops layers
 SLACK = 1.02  # a partition this close to the best balance may be taken for fewer bytes
@@ -137,8 +138,12 @@ def balanced(model: nn.Module, seen: Trace, pieces: int, avoid: frozenset[int] =
             if reason is not None and len(candidates) >= pieces - 1:
                 raise reason
         _refuse_reentrant(seen)
+        first = next((str(reason.came) for _, reason in reasons if reason is not None), None)
+        refused = "" if first is None else f"; and nowhere across {first}"
         raise SplitError(
-            f"at most {len(places) + 1} stages for this model's layers", pieces, "use fewer stages or chunks"
+            f"at most {len(places) + 1} stage{'s' if places else ''} for this model's layers",
+            f"{pieces}: {whole_parts(model, seen, load, hooks_of)}{refused}",
+            "use fewer stages or chunks",
         )
     chosen = _partition(places, load, crossing_bytes(seen), pieces)
     calls: dict[str, int] = {}

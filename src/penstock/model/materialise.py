@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.errors import SplitError
+from penstock.errors import InputError, SplitError
 
 Load = Callable[[str], torch.Tensor]  # the weights of a parameter, by its name in the model
 
@@ -93,9 +93,37 @@ def materialise(
     if load is not None:
         with torch.no_grad():
             for name, parameter in fresh.items():
-                parameter.copy_(load(name))
+                parameter.copy_(_loaded(load, name, parameter))
         return
     _initialise(model, set(fresh))
+
+
+def fill_buffers(model: nn.Module, device: torch.device, load: Load | None) -> None:
+    """Give values to buffers that were built on the meta device; only those of the state dict can be loaded."""
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in dict(model.named_buffers()).items():
+        if not buffer.is_meta:
+            continue
+        if load is None or name not in saved:
+            raise SplitError(
+                "buffers with values, or load= for those that are in the state dict",
+                f"{name!r} on the meta device",
+                "build the model under penstock.model.materialise.weightless(), which keeps buffers",
+            )
+        owner, _, leaf = name.rpartition(".")
+        values = torch.empty_like(buffer, device=device)
+        model.get_submodule(owner)._buffers[leaf] = values.copy_(_loaded(load, name, buffer))
+
+
+def _loaded(load: Load, name: str, wanted: torch.Tensor) -> torch.Tensor:
+    values = load(name)
+    if isinstance(values, torch.Tensor) and values.shape == wanted.shape and not values.is_meta:
+        return values
+    came = f"one of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
+    came = f"{came} on the meta device" if isinstance(values, torch.Tensor) and values.is_meta else came
+    raise InputError(
+        f"load({name!r}) to give a tensor of shape {tuple(wanted.shape)}", came, "load the model's own state"
+    )
 
 
 def _initialise(model: nn.Module, names: set[str]) -> None:

@@ -55,7 +55,7 @@ class Job:
     step: int  # of the training
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rows: int
+    rows: int  # 0: an empty one, of a mini-batch with fewer rows than micro-batches; no stage runs it
     path: Path
     finish: Callable[[Any], Any]
     last: bool = False  # of its mini-batch

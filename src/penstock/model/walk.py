@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from penstock.model import tree
+from penstock.model.encoder import is_encoder, padded
 
 _CALL = nn.Module.__call__
 _APPLY = vars(torch.autograd.Function)["apply"]  # the classmethod itself: taken from the class it would be bound to it
@@ -152,8 +153,10 @@ def is_walking() -> bool:
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = _running.walk
-    if walk is None or walk.inside or id(module) in walk.layout.opened:
+    if walk is None or walk.inside:
         return _CALL(module, *args, **kwargs)
+    if id(module) in walk.layout.opened:
+        return padded(_CALL, module, *args, **kwargs) if is_encoder(module) else _CALL(module, *args, **kwargs)
     name = walk.layout.names.get(id(module), f"({type(module).__name__})")
     return walk.hidden(walk.atom, name, partial(_CALL, module), args, kwargs)
 

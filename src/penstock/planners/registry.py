@@ -55,6 +55,8 @@ PLANNERS = {
     )
 }
 
+OPTIONS = tuple(sorted({option for planner in PLANNERS.values() for option in planner.options}))
+
 
 def find_plan(
     profile: Profile,

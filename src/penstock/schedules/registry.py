@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Unpack
 
+from penstock.core.arguments import named, parameters_of, refuse_unknown
 from penstock.core.given import whole
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
@@ -20,6 +21,7 @@ from penstock.schedules.gpipe import gpipe
 from penstock.schedules.interleaved import interleaved
 from penstock.schedules.naive import naive
 from penstock.schedules.one_f_one_b import one_f_one_b
+from penstock.schedules.options import MethodOptions
 from penstock.schedules.pipedream import pipedream
 from penstock.schedules.pipemare import pipemare
 from penstock.schedules.two_bw import two_bw
@@ -98,8 +100,10 @@ METHODS: dict[str, Method] = {
         Method("pipemare", pipemare, "no flush, one weight copy, corrected for delay", asynchronous=True),
     )
 }
+OPTIONS = tuple(sorted({option for method in METHODS.values() for option in method.options}))
 
 
+@named
 def schedule(
     name: str,
     *,
@@ -109,15 +113,17 @@ def schedule(
     chunks: int | None = None,
     replicas: int | Sequence[int] = 1,
     edges: Sequence[tuple[int, int]] = (),
-    **options: Any,
+    **options: Unpack[MethodOptions],
 ) -> Schedule:
     """The compute schedule of a named method: `schedule("1f1b", stages=4, microbatches=8)`."""
-    built = _build(name, stages, microbatches, batches, chunks, replicas, edges, options)
+    refuse_unknown("schedule", options, [*parameters_of(schedule), *OPTIONS])
+    built = _build(name, stages, microbatches, batches, chunks, replicas, edges, dict(options))
     if isinstance(built, Schedule):
         return built
     return built.unroll(batches if batches is not None else _batches_to_see_it_steady(built))
 
 
+@named
 def loop(
     name: str,
     *,
@@ -125,10 +131,11 @@ def loop(
     microbatches: int | None = None,
     replicas: int | Sequence[int] = 1,
     edges: Sequence[tuple[int, int]] = (),
-    **options: Any,
+    **options: Unpack[MethodOptions],
 ) -> Loop:
     """An asynchronous method as fill, body and drain: a run of any length."""
-    built = _build(name, stages, microbatches, None, None, replicas, edges, options)
+    refuse_unknown("loop", options, [*parameters_of(loop), *OPTIONS])
+    built = _build(name, stages, microbatches, None, None, replicas, edges, dict(options))
     if isinstance(built, Loop):
         return built
     names = ", ".join(method.name for method in METHODS.values() if method.asynchronous)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from penstock.core.arguments import named, named_fields
 from penstock.core.check import prove
 from penstock.core.cost import Costs, shares
 from penstock.core.links import FloatArray
@@ -21,6 +22,7 @@ from penstock.core.shape import Shape
 from penstock.simulator.simulate import clock
 
 
+@named_fields
 @dataclass(frozen=True)
 class Breakdown:
     """Seconds of one run by cause; their sum is the makespan."""
@@ -47,6 +49,7 @@ class Breakdown:
         return {name: seconds / whole if whole else 0.0 for name, seconds in asdict(self).items()}
 
 
+@named
 def breakdown(schedule: Schedule, costs: Costs) -> Breakdown:
     """Telescoping simulations of one schedule."""
     proven = prove(schedule)

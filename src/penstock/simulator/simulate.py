@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
+from penstock.core.arguments import named, parameters_of, refuse_unknown
 from penstock.core.check import Proven, prove
 from penstock.core.cluster import Cluster
-from penstock.core.cost import Costs, flat_costs, plan_costs
+from penstock.core.cost import Costs, FlatCosts, flat_costs, plan_costs
 from penstock.core.links import FloatArray
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
@@ -16,19 +17,21 @@ from penstock.errors import InputError
 from penstock.simulator.run import run
 
 
+@named
 def simulate(
     schedule: Schedule,
     *,
     profile: Profile | None = None,
     plan: Plan | None = None,
     cluster: Cluster | None = None,
-    **numbers: Any,
+    **numbers: Unpack[FlatCosts],
 ) -> Timeline:
     """Predict when everything happens, from a few numbers or from a profile, a plan and a cluster.
 
     `numbers` are those of `flat_costs`: `forward=1.0, input_grad=1.0, weight_grad=1.0, transfer=0.0, ...`, each one
     number or one a stage.
     """
+    refuse_unknown("simulate", numbers, [*FlatCosts.__annotations__, *parameters_of(simulate)])
     given = (profile, plan, cluster)
     if profile is None and plan is None and cluster is None:
         return simulate_costs(schedule, flat_costs(schedule.shape, **numbers))

@@ -1,0 +1,66 @@
+"""torch's TransformerEncoder in eval mode, cut into stages.
+
+Given a padding mask and no gradients to make, it packs the rows into a nested tensor without their padding, runs its
+layers on that, and fills the padding with zeros before its last norm. A nested tensor cannot be sent, and the choice
+depends on devices, so a walk has the layers run on padded rows, as in training, and fills in the zeros: the numbers are
+those of the plain model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+_Call = Callable[..., Any]
+
+
+def is_encoder(module: nn.Module) -> TypeGuard[nn.TransformerEncoder]:
+    """Whether a module's forward is torch's own."""
+    return isinstance(module, nn.TransformerEncoder) and type(module).forward is nn.TransformerEncoder.forward
+
+
+def padded(call: _Call, module: nn.TransformerEncoder, *args: Any, **kwargs: Any) -> Any:
+    """Call an encoder without nested tensors; `call` calls a module."""
+    given = dict(zip(("src", "mask", "src_key_padding_mask", "is_causal"), args, strict=False)) | kwargs
+    src: Any = given.get("src")
+    padding: Any = given.get("src_key_padding_mask")
+    tensors = isinstance(src, torch.Tensor) and isinstance(padding, torch.Tensor)
+    if not tensors or given.get("mask") is not None or not _packs(module, src):
+        with _without(module, norm=False):
+            return call(module, *args, **kwargs)
+    with _without(module, norm=True):
+        made = call(module, *args, **kwargs)
+    empty = padding.bool()
+    behind = (empty[:, :-1] <= empty[:, 1:]).all()  # rows with their padding elsewhere are not packed
+    empty = empty & behind & (not torch.is_autocast_enabled())
+    made = made.masked_fill(empty.unsqueeze(-1), 0.0)
+    return made if module.norm is None else module.norm(made)
+
+
+def _packs(module: nn.TransformerEncoder, src: torch.Tensor) -> bool:
+    """Whether the plain model packs rows that have a padding mask, as far as neither data nor devices decide."""
+    first: Any = module.layers[0]
+    if first.training or src.dim() != 3 or not getattr(module, "use_nested_tensor", False):
+        return False
+    if not torch.backends.mha.get_fastpath_enabled():
+        return False
+    return not torch.is_grad_enabled() or not any(t.requires_grad for t in (*first.parameters(), src))
+
+
+@contextmanager
+def _without(module: nn.TransformerEncoder, norm: bool) -> Iterator[None]:
+    """Nested tensors off and, where asked, the last norm too. Not by setattr, which is watched in walks."""
+    kept, last = vars(module).get("use_nested_tensor"), module._modules.get("norm")
+    vars(module)["use_nested_tensor"] = False
+    if norm and last is not None:
+        module._modules["norm"] = None
+    try:
+        yield
+    finally:
+        vars(module)["use_nested_tensor"] = kept
+        if last is not None:
+            module._modules["norm"] = last
