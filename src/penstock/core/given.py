@@ -72,6 +72,8 @@ def shown(value: object) -> str:
 
 def numbers(what: str, value: object) -> npt.NDArray[np.float64]:
     """One number or several, finite and 0 or more, as an array of one dimension."""
+    if isinstance(value, float) and 0 <= value < inf:  # nearly always, and ten times as fast
+        return np.array([value])
     try:
         found = np.atleast_1d(np.asarray(value, dtype=np.float64))
     except (TypeError, ValueError, OverflowError):

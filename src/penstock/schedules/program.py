@@ -82,6 +82,8 @@ def flush(shape: Shape, ranks: Sequence[Program]) -> Schedule:
 
 
 def _repeated(program: Program, shape: Shape) -> Rows:
+    if shape.batches == 1:
+        return Rows.compute(*program, np.zeros(len(program.op), dtype=np.int32))
     batch = np.repeat(np.arange(shape.batches, dtype=np.int32), len(program.op))
     number = np.tile(program.microbatch, shape.batches) + batch * np.int32(shape.microbatches)
     return Rows.compute(np.tile(program.op, shape.batches), np.tile(program.stage, shape.batches), number, batch)

@@ -57,14 +57,12 @@ def version_faults(e: Evidence) -> Iterator[Fault]:
 
 
 def _updates_missing(e: Evidence, newest: IntArray) -> Iterator[Fault]:
-    shape = e.full.shape
-    for stage in range(shape.stages):
-        for replica in range(int(shape.stage_replicas[stage])):
-            slot, last = shape.slot(stage, replica), shape.rounds(stage)
-            have = int(newest[stage, slot])
-            if have < last:
-                said = f"stage {stage} ends with version {have} where {last} is due; {stage}U@{have + 1} is missing"
-                yield Fault(FaultKind.UPDATE, slot, -1, said)
+    stages, slots = e.full.shape.seat_places
+    have, last = newest[stages, slots], e.full.shape.stage_rounds[stages]
+    for seat in np.flatnonzero(have < last).tolist():
+        stage = f"{stages[seat]}"
+        said = f"stage {stage} ends with version {have[seat]} where {last[seat]} is due; "
+        yield Fault(FaultKind.UPDATE, int(slots[seat]), -1, f"{said}{stage}U@{have[seat] + 1} is missing")
 
 
 def _flaws(schedule: Schedule, seen: Census) -> tuple[OpArray, IntArray, IntArray]:
