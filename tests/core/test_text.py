@@ -22,7 +22,7 @@ CASES = {
     "zb-h2": {"stages": 3, "microbatches": 6},
     "zb-v": {"stages": 2, "microbatches": 4},
     "dualpipe-v": {"stages": 2, "microbatches": 5, "overlap": True},
-    "auto": {"stages": 3, "microbatches": 4, "forward": [1, 2, 1], "memory": 3},
+    "auto": {"stages": 3, "microbatches": 4, "chunks": 1, "forward": [1, 2, 1], "memory": 3},
     "pipedream": {"stages": 3, "batches": 6},
     "2bw": {"stages": 3, "microbatches": 3, "batches": 3},
     "pipemare": {"stages": 3, "microbatches": 2, "batches": 3},

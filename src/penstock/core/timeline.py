@@ -8,7 +8,7 @@ last action.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from penstock.core.cost import Costs
 from penstock.core.given import from_json_of
 from penstock.core.links import FloatArray
 from penstock.core.memory import ACTIVATION_KINDS, Memory, most_versions
+from penstock.core.pace import Pace, pace
 from penstock.core.schedule import BoolArray, Schedule
 
 
@@ -104,10 +105,17 @@ class Timeline:
     def bubble(self) -> float:
         return 1.0 - self.utilisation
 
+    @cached_property
+    def pace(self) -> Pace | None:
+        """One mini-batch of the steady state; None where the run is too short to have one."""
+        return pace(self.schedule, self.start, self.end, self.work)
+
     def figures(self) -> dict[str, Any]:
         """The figures people compare, as plain numbers; lists have one entry a slot."""
         return {
             "makespan": self.makespan,
+            "batches": self.schedule.shape.batches,
+            "pace": None if self.pace is None else asdict(self.pace),
             "idle": self.idle.tolist(),
             "idle_own": self.idle_own.tolist(),
             "bubble": self.bubble,

@@ -65,6 +65,15 @@ def chunk_of_stage(shape: Shape) -> IntArray:
     return chunk
 
 
+def placed(shape: Shape) -> str:
+    """Where a rank's stages lie in the model: 'one chunk a rank', '2 chunks a rank placed as a V', ..."""
+    if shape.chunks == 1:
+        return "one chunk a rank"
+    down = tuple(range(shape.ranks))
+    ways = {(*down, *reversed(down)): " placed as a V", down * shape.chunks: " interleaved"}
+    return f"{shape.chunks} chunks a rank{ways.get(shape.placement, '')}"
+
+
 def number(value: float) -> str:
     """Four digits, no needless zeros, no exponent for everyday sizes."""
     if value == 0 or not math.isfinite(value):

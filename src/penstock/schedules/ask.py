@@ -23,6 +23,7 @@ class Ask:
     replicas: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    any_chunks: bool = False  # nobody gave a number of them: a method that has the choice may take more
 
     def __post_init__(self) -> None:
         for what in ("stages", "microbatches", "batches", "chunks"):

@@ -163,6 +163,7 @@ def _build(
         _chunks(method, chunks),
         edges=tuple(edges),
         options=options,
+        any_chunks=chunks is None,
     )
     if isinstance(replicas, (list, tuple)):
         counts = tuple(whole("replicas", count) for count in replicas)

@@ -60,9 +60,10 @@ def breakdown(schedule: Schedule, costs: Costs) -> Breakdown:
         added = getattr(costs, cause)
         bare = replace(bare, **{cause: added})
         ends.append(clock(proven, bare).makespan if _takes_time(added) else ends[-1])
-    imbalance, recompute, offload, transfer, reduction, update = (float(part) for part in np.diff(ends))
-    compute = float(ideal.work.mean())
-    return Breakdown(compute, ideal.makespan - compute, imbalance, recompute, offload, transfer, reduction, update)
+    # An order made for unequal stages may be the slower one on equal ones, and a transfer that comes later the better
+    # one on a shared link: what a cause seems to save was never lost to those before it.
+    reached = np.minimum.accumulate([ideal.work.mean(), *ends][::-1])[::-1]
+    return Breakdown(float(reached[0]), *(float(part) for part in np.diff(reached)))
 
 
 def _takes_time(added: FloatArray | BoolArray | Links | None) -> bool:
