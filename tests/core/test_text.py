@@ -70,7 +70,7 @@ def test_edges_that_skip_stages_round_trip():
         ("# law: stach\n0F0,0B0\n", r"line 1: expected law to be one of sync, stash.* got 'stach'"),
         ("# lav: sync\n0F0,0B0\n", r"line 1: expected a key among .* got 'lav'"),
         ("# microbatches: two\n0F0,0B0\n", r"line 1: expected whole numbers for 'microbatches'.* got 'two'"),
-        ("# microbatches: 0\n0F0,0B0\n", r"microbatches of at least 1, but got 0"),
+        ("# microbatches: 0\n0F0,0B0\n", r"microbatches to be a whole number of at least 1, but got 0"),
         ("# replicas: 2\n0F0,0B0\n", r"expected 2 lines of actions, one a slot, but got 1"),
         ("# edges: 0>1\n0F0,0B0\n1F0,1B0\n", r"line 1: expected edges like 0-1,1-2"),
         ("# edges: 1-0\n0F0,0B0\n1F0,1B0\n", r"edges from an earlier to a later of 2 stages"),

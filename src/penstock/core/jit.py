@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 COMPILE_FROM = 8_000  # rows of all calls of a kernel: 10 ms of plain Python, and more are likely to come
 
 
@@ -33,7 +35,8 @@ class Kernel:
         if self._compiled is None:
             self._rows += size
             if self._rows < COMPILE_FROM:
-                return self.plain(*arguments)
+                with np.errstate(all="ignore"):  # as the compiled code, which warns of nothing
+                    return self.plain(*arguments)
         return self.compiled(*arguments)
 
     @property

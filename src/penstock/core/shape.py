@@ -7,6 +7,7 @@ Micro-batches are numbered through all mini-batches: micro-batch k belongs to mi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.given import from_json_of
+from penstock.core.given import from_json_of, shown, text, whole
 from penstock.errors import InputError
 
 IntArray = npt.NDArray[np.int32]
@@ -55,20 +56,23 @@ class Shape:
     def __post_init__(self) -> None:
         object.__setattr__(self, "law", Law(self.law))
         object.__setattr__(self, "sharing", Sharing(self.sharing))
-        object.__setattr__(self, "placement", tuple(int(rank) for rank in self.placement))
+        text("the name of a schedule", self.name, "give it a name")
+        object.__setattr__(self, "placement", _whole("the rank of a stage", self.placement))
         self._require_counts()
-        object.__setattr__(self, "replicas", tuple(int(r) for r in self.replicas) or (1,) * self.ranks)
+        object.__setattr__(self, "replicas", _whole("replicas", self.replicas) or (1,) * self.ranks)
         chain = tuple((stage, stage + 1) for stage in range(self.stages - 1))
-        object.__setattr__(self, "edges", tuple((int(a), int(b)) for a, b in self.edges) or chain)
+        edges = tuple((whole("a stage", a, 0, MOST), whole("a stage", b, 0, MOST)) for a, b in self.edges)
+        object.__setattr__(self, "edges", edges or chain)
         self._require_consistent()
 
     def _require_counts(self) -> None:
-        for what, value in (("microbatches", self.microbatches), ("batches", self.batches)):
-            if value < 1:
-                raise InputError(f"{what} of at least 1", value, f"give {what} a positive number")
+        for what in ("microbatches", "batches"):
+            object.__setattr__(self, what, whole(what, getattr(self, what)))
         if self.microbatches * self.batches > MOST:
             raise InputError(
-                f"at most {MOST} micro-batches in all mini-batches", self.microbatches * self.batches, "ask for fewer"
+                f"at most {MOST} micro-batches in all mini-batches",
+                shown(self.microbatches * self.batches),
+                "ask for fewer",
             )
         used = set(self.placement)
         if not used or min(used) < 0 or max(used) + 1 != len(used):
@@ -209,6 +213,11 @@ class Shape:
             sharing=Sharing(data["sharing"]),
             edges=tuple((a, b) for a, b in data["edges"]),
         )
+
+
+def _whole(what: str, values: Sequence[int]) -> tuple[int, ...]:
+    """Whole numbers of 0 or more, as Python's own."""
+    return tuple(whole(what, value, 0, MOST) for value in values)
 
 
 @dataclass(frozen=True)
