@@ -8,8 +8,8 @@ from collections import Counter
 from random import Random
 
 import pytest
-from damage import damaged, garbled
 
+from damage import damaged, garbled
 from penstock import Cluster, Level, Plan, Profile, Schedule, from_csv, schedule, simulate
 from penstock.core.check import check
 from penstock.core.cluster_file import read_cluster
@@ -64,7 +64,9 @@ def cluster() -> Cluster:
 
 
 def plan() -> Plan:
-    return Plan((StagePlan(0, 1), StagePlan(2, 2)), (0, 1), (((0,),), ((1,),)), "dapple", 4, options=(("policy", "pa"),))
+    return Plan(
+        (StagePlan(0, 1), StagePlan(2, 2)), (0, 1), (((0,),), ((1,),)), "dapple", 4, options=(("policy", "pa"),)
+    )
 
 
 NOUNS = {
@@ -154,5 +156,5 @@ def test_a_damaged_timeline_says_what_is_wrong_and_in_which_file(change, said, t
 
 def test_numbers_that_few_actions_cannot_mean_are_refused_at_once():
     """Not by running out of memory: the laws have tables of every stage and micro-batch."""
-    with pytest.raises(PenstockError, match="4000000000 forwards.*but got 8 actions in all"):
+    with pytest.raises(PenstockError, match=r"4000000000 forwards.*but got 8 actions in all"):
         from_csv("# microbatches: 2000000000\n0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 
@@ -42,7 +43,16 @@ KIND_WORDS: dict[Kind, str] = {
     Kind.RECOMPUTE: "recomputed activations",
 }
 
+# What no XML document can hold, however it is written, nor a terminal should be sent: control characters, and halves
+# of surrogate pairs.
+_NO_SIGN = re.compile("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
 MEMORY_IN_A = "in A: one rank's activations of one micro-batch"
+
+
+def printable(text: str) -> str:
+    """The text with a mark for every sign that cannot be shown."""
+    return _NO_SIGN.sub("\ufffd", text)
 
 
 def slot_label(shape: Shape, slot: int) -> str:

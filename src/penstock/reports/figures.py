@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.core.shape import Law
 from penstock.core.timeline import Timeline
-from penstock.reports.describe import amount, in_bytes, number, percent, placed, seconds, slot_labels
+from penstock.reports.describe import amount, in_bytes, number, percent, placed, printable, seconds, slot_labels
 
 NOISE = 1e-9  # of the makespan: what rounding leaves of times that cancel out
 
@@ -41,7 +41,7 @@ def headline(timeline: Timeline) -> str:
     """A timeline in one line: what one mini-batch takes comes first."""
     shape, kind = timeline.schedule.shape, "measured" if timeline.measured else "predicted"
     name = f"{shape.name}, {placed(shape)}" if shape.chunks > 1 or shape.name == "auto" else shape.name
-    return f"{name}, {kind}: {_headline(timeline)}"
+    return f"{printable(name)}, {kind}: {_headline(timeline)}"
 
 
 def _headline(timeline: Timeline) -> str:

@@ -11,7 +11,7 @@ from penstock.core.given import whole
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.errors import InputError
-from penstock.schedules.ask import MOST_STAGES, Ask
+from penstock.schedules.ask import MOST_RANKS, Ask
 from penstock.schedules.auto.build import OPTIONS as AUTO_OPTIONS
 from penstock.schedules.auto.build import auto
 from penstock.schedules.dapple import dapple
@@ -146,7 +146,7 @@ def _build(
     options: dict[str, Any],
 ) -> Schedule | Loop:
     method = find(name)
-    whole("stages", stages, most=MOST_STAGES)
+    whole("stages", stages, most=MOST_RANKS)
     if microbatches is None:
         microbatches = method.microbatches
     if microbatches is None:
