@@ -23,12 +23,14 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise FormatError(str(path), "a TOML file in UTF-8", "another encoding", "save it as UTF-8") from None
     except RecursionError:
         raise FormatError(str(path), "TOML", "brackets within brackets without end", "correct the file") from None
-    except ValueError as error:  # TOML's own, or a number of too many digits
+    except tomllib.TOMLDecodeError as error:
         said = str(error)
         line = re.search(r"\(at line (\d+), column (\d+)\)", said)
         where = f"{path}:{line[1]}:{line[2]}" if line else str(path)
         came = said[: line.start()].strip() if line else said
         raise FormatError(where, "TOML", came[:1].lower() + came[1:], "correct the line") from None
+    except ValueError:  # Python's limit
+        raise FormatError(str(path), "TOML", "a whole number of thousands of digits", "correct it") from None
     require_numbers(table, str(path))
     return table
 
