@@ -9,6 +9,7 @@ install: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/penstock simulate --schedule 1f1b --stages 16 --microbatches 512 --json > /dev/null  # compiles, and keeps it
 	touch $@
 
 train: install
@@ -31,12 +32,14 @@ unit: install
 
 bench: install
 	$(BIN)/python -m benchmarks.simulator --large
+	$(BIN)/python -m benchmarks.simulator_sizes
 	$(BIN)/python -m benchmarks.auto --sets 6
 	$(BIN)/python -m benchmarks.split_backward
 	$(BIN)/python -m benchmarks.inline
 
 pictures: install
 	$(BIN)/penstock simulate --schedule zb-v --stages 4 --microbatches 8 --svg docs/pictures/zb-v.svg > /dev/null
+	$(BIN)/python -m benchmarks.simulator_sizes docs/pictures/simulator-sizes.svg
 	$(BIN)/python examples/predicted_and_measured.py sleeping docs/pictures/predicted-measured.svg
 	$(BIN)/python examples/predicted_and_measured.py gpt docs/pictures/predicted-measured-gpt.svg
 

@@ -125,7 +125,11 @@ GRAPHS = {
         changed(lambda data: data["layers"][0].update(kept_bytes=10**399)),
         "p.json: expected kept_bytes of layer 'L0' to be at most 1e+30, but got about 1e399",
     ),
-    "brackets for a profile": ("p.json", "[" * 100_000, "p.json: expected JSON, but got brackets within brackets"),
+    "brackets for a profile": (
+        "p.json",
+        "[" * 100_000,
+        "p.json: expected a profile as JSON, but got brackets within brackets",
+    ),
     "a key twice": (
         "p.txt",
         NODES.replace("activation_size", "parameter_size", 1),

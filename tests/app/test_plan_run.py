@@ -236,7 +236,7 @@ def test_bad_input(files, tmp_path):
     with pytest.raises(InputError, match="samples with a text profile alone; JSON says its own, but got 3"):
         read_profile(tmp_path / "none.json", 3)
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(FormatError, match=r"bad\.json: expected JSON"):
+    with pytest.raises(FormatError, match=r"bad\.json: expected a profile as JSON, but got not JSON"):
         read_profile(tmp_path / "bad.json")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(FormatError, match=r"bad\.json: expected the key 'layers'"):

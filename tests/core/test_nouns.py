@@ -168,7 +168,7 @@ def test_timeline_json_keeps_times_and_memory():
         (lambda: Plan((StagePlan(0, 1),), (0,), (((0,), (0,)),), "1f1b", 1), "devices of its own"),
         (lambda: Plan((StagePlan(0, 1),), (1,), (((0,),),), "1f1b", 1), "ranks 0 to 0 in the placement"),
         (lambda: Shape("x", Law.SYNC, (0, 2), 1), "uses every rank from 0 up"),
-        (lambda: Shape("x", Law.SYNC, (0, 1), 0), "microbatches of at least 1, but got 0"),
+        (lambda: Shape("x", Law.SYNC, (0, 1), 0), "microbatches to be a whole number of at least 1, but got 0"),
         (lambda: Shape("x", Law.SYNC, (0, 1), 1, replicas=(1,)), "positive replica count for each of 2 ranks"),
         (lambda: Shape("x", Law.SYNC, (0, 1), 1, replicas=(1, 0)), "positive replica count for each of 2 ranks"),
         (lambda: Shape("x", Law.SYNC, (0, 1), 1, edges=((1, 0),)), "edges from an earlier to a later of 2 stages"),

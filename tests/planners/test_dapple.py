@@ -8,9 +8,10 @@ from random import Random
 import pytest
 
 from penstock import Cluster, Device, InputError, Level, schedule, simulate
-from penstock.core.between import all_reduce, common_rows, hand_over
+from penstock.core.between import all_reduce, hand_over
 from penstock.core.cluster_file import read_cluster
 from penstock.core.cost import plan_costs
+from penstock.core.shape import common_rows
 from penstock.planners import dapple_search
 from penstock.planners.balance import balance
 from penstock.planners.chain import straight_plan

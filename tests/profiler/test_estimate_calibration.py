@@ -116,7 +116,7 @@ def test_a_device_of_ones_own(read):
         ("peaks = 3", "mine.toml: peaks: expected a table of operations/s, but got 3"),
         ("device = 7", "mine.toml: device: expected the name of a device, but got 7"),
         ('device = "v100"', "mine.toml: device: expected 'h100', as asked, but got 'v100'"),
-        ("launch = = 1", "mine.toml:1: expected TOML"),
+        ("launch = = 1", "mine.toml:1:10: expected TOML"),
     ],
 )
 def test_a_fault_in_a_file_gets_one_message(read, text, said):

@@ -56,6 +56,6 @@ def test_figures():
     assert told["makespan"] == "38.3 s"
     assert told["bubble"] == f"{100 * line.bubble:.1f}%"
     assert told["peak activations"] == "4 A"
-    assert headline(line).startswith("1f1b, predicted: makespan 38.3 s, bubble")
+    assert headline(line).startswith("1f1b, predicted: makespan 38.3 s of one mini-batch, bubble")
     assert "MiB" in figures(CASES["in bytes"]())["peak activations"]
     assert "peak activations" not in figures(CASES["measured"]())

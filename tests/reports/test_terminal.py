@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from rich.console import Console
 from timelines import CASES, plain, predicted
@@ -9,9 +11,11 @@ from timelines import CASES, plain, predicted
 from penstock.core.action import Action, Op
 from penstock.core.check import check
 from penstock.core.schedule import Schedule
+from penstock.reports.figures import headline
 from penstock.reports.palette import FILLS
 from penstock.reports.terminal import gantt, grid, summary
 from penstock.schedules.registry import schedule
+from penstock.simulator.simulate import simulate
 
 
 def shown(what: object, colour: bool, width: int = 120) -> str:
@@ -88,11 +92,47 @@ def test_faults_are_marked_and_told():
 def test_summary_holds_the_figures():
     line = plain()
     table = shown(summary(line), colour=False)
-    assert "1f1b, predicted: makespan 38.3 s, bubble 36.0%, utilisation 64.0%" in table
+    assert "1f1b, predicted: makespan 38.3 s of one mini-batch, bubble 36.0%, utilisation 64.0%" in table
     rank_3 = next(text for text in table.splitlines() if "rank 3" in text)
-    cells = [cell.strip() for cell in rank_3.strip("│\n ").split("│")]
+    cells = re.split(r"\s{2,}", rank_3.strip())
     assert cells == ["rank 3", "3", "24.5 s", "13.8 s", "36.0%", "3 s", "1 A", "1"]
 
 
 def test_versions_are_counted():
-    assert shown(summary(CASES["versions"]()), colour=False).count(" 2 │\n") == 3
+    assert shown(summary(CASES["versions"]()), colour=False).count(" 2\n") == 3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_word_is_cut_off_in_eighty_columns(case):
+    assert "…" not in shown(summary(CASES[case]()), colour=False, width=80)
+
+
+def test_what_rounding_leaves_is_no_idleness():
+    """Rank 1 is never idle between its first and last action, but its ends and its work add up differently."""
+    costs = {"forward": [1, 1.4, 1, 0.8]}
+    line = simulate(schedule("auto", stages=4, microbatches=12, chunks=1, memory=4, **costs), **costs)
+    assert 0 < line.idle_own[1] < 1e-12
+    assert (
+        next(text for text in shown(summary(line), colour=False).splitlines() if "rank 1" in text).count(" 0 s ") == 1
+    )
+
+
+def test_runs_without_a_flush_say_what_one_mini_batch_takes():
+    assert headline(simulate(schedule("pipedream", stages=4, microbatches=8, batches=4))) == (
+        "pipedream, predicted: 24 s a mini-batch in the steady state, bubble 0.0%; fill and drain 9 s; "
+        "makespan 105 s of 4 mini-batches"
+    )
+    assert headline(simulate(schedule("1f1b", stages=4, microbatches=8, batches=2))) == (
+        "1f1b, predicted: 33 s a mini-batch, bubble 27.3%, utilisation 72.7%; makespan 66 s of 2 mini-batches"
+    )
+    assert headline(simulate(schedule("pipedream", stages=4, batches=2))).endswith(
+        "of 2 mini-batches, too few for a steady state; bubble 60.0%, utilisation 40.0%, fill and drain included"
+    )
+
+
+def test_chunks_are_said_where_they_were_chosen():
+    said = {"zb-v": "2 chunks a rank placed as a V", "interleaved": "2 chunks a rank interleaved"}
+    for name, words in said.items():
+        assert headline(simulate(schedule(name, stages=4, microbatches=8))).startswith(f"{name}, {words}, predicted: ")
+    alone = schedule("auto", stages=4, microbatches=8, chunks=1)
+    assert headline(simulate(alone)).startswith("auto, one chunk a rank, predicted: ")

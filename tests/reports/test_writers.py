@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -71,6 +72,20 @@ def test_a_hostile_name_stays_a_name():
     assert HOSTILE in json.loads(embedded)["title"]
     assert HOSTILE in printed(summary(line), 400)
     assert HOSTILE in json.loads(trace(line))["traceEvents"][0]["args"]["name"]
+
+
+@pytest.mark.parametrize("sign", ["\x00", "\x01", "\x1b[2J", "\x7f", "\x9b", "\ud800", "\uffff"])
+def test_signs_that_cannot_be_shown_leave_whole_files(sign, tmp_path):
+    line = plain()
+    named = replace(line, schedule=replace(line.schedule, shape=replace(line.schedule.shape, name=f"a{sign}b")))
+    for name, writer in (("svg", svg), ("html", html), ("trace", trace)):
+        for what in (named, [(f"c{sign}d", named), ("e", line)]):
+            (tmp_path / name).write_text(writer(what), encoding="utf-8")
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert sign not in text
+    ElementTree.parse(tmp_path / "svg")
+    json.loads((tmp_path / "trace").read_text())
+    assert sign not in printed(summary(named))
 
 
 def test_nothing_to_draw_is_refused():

@@ -69,11 +69,45 @@ def test_reaches_the_figures_of_the_best_named_methods_at_equal_costs():
 
 
 def test_the_order_drawn_in_the_file():
-    built = schedule("auto", stages=2, microbatches=3, memory=2)
+    built = schedule("auto", stages=2, microbatches=3, chunks=1, memory=2)
     assert [" ".join(words) for words in built.words()] == [
         "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
         "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
     ]
+
+
+COSTS = [
+    {},
+    {"memory": 3},
+    {"forward": [1, 1.4, 1, 0.8], "memory": 4},
+    {"forward": [1, 1, 3, 1], "transfer": 0.25},
+    {"transfer": 2.0},
+]
+
+
+@pytest.mark.parametrize("numbers", COSTS, ids=str)
+def test_the_placement_is_chosen_where_nobody_names_one(numbers):
+    """As fast as the fastest of the named methods with one chunk a rank or two, and of auto with either."""
+
+    def seconds(built):
+        costs = flat_costs(built.shape, **{key: value for key, value in numbers.items() if key != "memory"})
+        line = simulate_costs(built, costs)
+        return line.makespan if line.peak_activations.max() <= numbers.get("memory", math.inf) + 1e-9 else math.inf
+
+    def build(name, **asked):
+        return schedule(name, stages=4, microbatches=8, **asked)
+
+    found = seconds(build("auto", effort=QUICK, **numbers))
+    named = ("1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved", "dualpipe-v")
+    assert found <= min(seconds(build(name)) for name in named) * ROUNDING
+    own = [(1, "straight"), (2, "v"), (2, "interleaved")]
+    fixed = (build("auto", effort=QUICK, chunks=chunks, placement=at, **numbers) for chunks, at in own)
+    assert found == pytest.approx(min(map(seconds, fixed)))
+
+
+def test_chunks_that_are_given_stay():
+    for chunks in (1, 2, 3):
+        assert schedule("auto", stages=3, microbatches=6, chunks=chunks, effort=0).shape.chunks == chunks
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -110,7 +144,7 @@ def test_sound_for_odd_requests(asked):
 
 def test_memory_is_kept_with_recompute_and_replicas():
     """Ready costs: a recomputed stage keeps its inputs and needs a whole A again for its backward."""
-    shape = schedule("auto", stages=3, microbatches=6, replicas=2, effort=0).shape
+    shape = schedule("auto", stages=3, microbatches=6, replicas=2, chunks=1, effort=0).shape
     costs = flat_costs(shape, recompute=True, recompute_memory=0.25, forward=[1, 2, 1])
     built = schedule("auto", stages=3, microbatches=6, replicas=2, costs=costs, memory=0.75)
     peak = simulate_costs(built, costs).peak_activations

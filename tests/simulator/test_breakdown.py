@@ -31,6 +31,16 @@ def test_the_parts_add_up_to_the_makespan(name, p, data):
     parts = breakdown(built, flat_costs(built.shape, **numbers))
     assert parts.makespan == pytest.approx(simulate(built, **numbers).makespan)
     assert sum(parts.shares().values()) == pytest.approx(1.0)
+    assert min(parts.to_json().values()) >= 0
+
+
+def test_an_order_made_for_unequal_stages_has_no_negative_imbalance():
+    """On equal stages it is slower than on its own."""
+    costs = {"forward": [1, 1.4, 1, 0.8]}
+    built = schedule("auto", stages=4, microbatches=12, chunks=1, memory=4, **costs)
+    assert simulate(built, forward=1.05).makespan > simulate(built, **costs).makespan
+    parts = breakdown(built, flat_costs(built.shape, **costs))
+    assert (parts.imbalance, parts.makespan) == (0.0, pytest.approx(simulate(built, **costs).makespan))
 
 
 def test_each_cause_shows_up_in_its_own_part():

@@ -14,9 +14,10 @@ from penstock.core.arguments import named, parameters_of, refuse_unknown
 from penstock.core.cluster import Cluster
 from penstock.core.cluster_file import read_cluster
 from penstock.core.given import whole
+from penstock.core.json_file import read_json
 from penstock.core.profile import MOST_ROWS, Profile
 from penstock.core.text_profile import read_text_profile
-from penstock.errors import FormatError, InputError
+from penstock.errors import InputError
 from penstock.planners.registry import OPTIONS, PLANNERS, find_plan
 from penstock.planners.scaled import scaled
 from penstock.schedules.registry import find
@@ -31,17 +32,7 @@ def read_profile(path: str | Path, samples: int | None = None) -> Profile:
         return read_text_profile(path, 1 if samples is None else whole("samples", samples))
     if samples is not None:
         raise InputError("samples with a text profile alone; JSON says its own", samples, "leave it out")
-    try:
-        return Profile.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise FormatError(str(path), "a readable profile", error.strerror, "check the path") from None
-    except RecursionError:
-        came = "brackets within brackets without end"
-        raise FormatError(str(path), "JSON", came, "write it with `penstock profile`") from None
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise FormatError(str(path), error.expected, error.came, error.do) from None
-        raise FormatError(str(path), "JSON", str(error), "write it with `penstock profile`") from None
+    return read_json(path, "profile", Profile.from_json, "write it with `penstock profile`")
 
 
 @named

@@ -127,7 +127,7 @@ def traffic(found: Prediction) -> list[Moved]:
     """What moves in one step, between stages and in reductions."""
     shape, costs, plan = found.timeline.schedule.shape, found.timeline.costs, found.plan
     assert costs is not None
-    crossing, first = found.outcome.profile.crossing(plan.cuts), shape.neighbours().edge_lane
+    crossing, first = found.outcome.profile.crossing(plan.cuts), shape.neighbours.edge_lane
     moved = []
     for edge, (a, b) in enumerate(shape.edges):
         size = crossing.get((a, b), 0.0) * plan.microbatches

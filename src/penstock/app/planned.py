@@ -6,7 +6,6 @@ engine cannot run is refused here, before a model is touched.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from penstock.app.predict import Prediction
 from penstock.app.remedies import NAMES as REMEDIES
+from penstock.core.json_file import read_json
 from penstock.core.plan import Plan
 from penstock.core.shape import Shape
 from penstock.core.text_profile import NUMBER
@@ -98,7 +98,7 @@ def read_plan(given: object) -> Planned:
     if isinstance(given, dict):
         return _from_json(given)
     if isinstance(given, (str, os.PathLike)):
-        return _from_file(Path(given))
+        return read_json(Path(given), "plan", _from_json, WRITE)
     raise InputError(
         "plan= to be a Plan, what penstock.plan() returns, or the path of its JSON", repr(given)[:60], WRITE
     )
@@ -109,19 +109,6 @@ def require_alone(given: dict[str, Any]) -> None:
     twice = [name for name in ITS_OWN if given.get(name) is not None]
     if twice:
         raise InputError(f"plan= alone, which says {', '.join(ITS_OWN)}", f"{', '.join(twice)} too", "leave out either")
-
-
-def _from_file(path: Path) -> Planned:
-    try:
-        return _from_json(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise FormatError(str(path), "a readable plan", error.strerror, "check the path") from None
-    except RecursionError:
-        raise FormatError(str(path), "a plan as JSON", "brackets within brackets without end", WRITE) from None
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise FormatError(str(path), error.expected, error.came, error.do) from None
-        raise FormatError(str(path), "a plan as JSON", str(error), WRITE) from None
 
 
 def _from_json(data: Any) -> Planned:

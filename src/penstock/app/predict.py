@@ -87,7 +87,7 @@ class Prediction:
     def _moving(self) -> Iterator[tuple[float, str]]:
         """Seconds of a step that the busiest link between two stages is taken, one way."""
         shape, seconds = self.timeline.schedule.shape, self._costs.links.seconds[0]
-        first = shape.neighbours().edge_lane
+        first = shape.neighbours.edge_lane
         for edge, (a, b) in enumerate(shape.edges):
             lanes = seconds[first[edge] : first[edge + 1]]
             share = max(1, len(lanes)) if shape.turns else 1

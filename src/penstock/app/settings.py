@@ -185,7 +185,9 @@ class Asked:
             if self.chunks not in (None, 1):
                 raise InputError(f"one chunk a rank for {self.schedule}", self.chunks, "leave chunks out")
             return build_loop(self.schedule, **given)
-        return build_schedule(self.schedule, chunks=self.chunks, **given)
+        # The user's number of stages decides how many pieces the model is cut into, not a search for the best one.
+        chunks = 1 if self.chunks is None and self.schedule == "auto" else self.chunks
+        return build_schedule(self.schedule, chunks=chunks, **given)
 
 
 def read_schedule(asked: Asked, cuts: Sequence[str] | None) -> Schedule | Loop:

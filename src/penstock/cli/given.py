@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,11 +92,7 @@ def read_schedule(file: Path) -> Schedule:
 
 
 def read_timeline(file: Path) -> Timeline:
+    from penstock.core.json_file import read_json
     from penstock.core.timeline import Timeline
 
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not JSON"
-        raise FormatError(str(file), "a timeline as JSON", reason, "check the path and the file") from None
-    return Timeline.from_json(data)
+    return read_json(file, "timeline", Timeline.from_json, "write it with Timeline.to_json")

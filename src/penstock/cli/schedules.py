@@ -95,6 +95,10 @@ def schedule_command(
     built = built_schedule(name, stages, microbatches, batches, chunks, replicas, options)
     if lowered:
         built = lower(built)
+    if name == "auto":
+        from penstock.reports.describe import placed
+
+        typer.echo(f"auto: {placed(built.shape)}", err=True)
     if format == "grid":
         from penstock.reports.grid import grid
 
@@ -164,6 +168,7 @@ def simulate(
     Example: `penstock simulate --schedule zb-v --stages 4 --microbatches 8 --html zb-v.html`
     """
     from penstock.core.cost import flat_costs
+    from penstock.core.shape import Law
     from penstock.simulator.breakdown import breakdown
     from penstock.simulator.simulate import simulate_costs
 
@@ -200,8 +205,9 @@ def simulate(
     console = terminal()
     console.print(gantt(line, console.width), soft_wrap=True)
     console.print(summary(line))
-    shares = " · ".join(f"{part} {share:.1%}" for part, share in parts.shares().items() if share)
-    console.print(f"where the time goes: {shares}", highlight=False)
+    shares = " · ".join(f"{part} {share:.1%}" for part, share in parts.shares().items() if share >= 0.0005)
+    whole = "" if built.shape.law is Law.SYNC else ", fill and drain included"
+    console.print(f"where the time goes{whole}: {shares}", highlight=False)
 
 
 @app.command()

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from penstock.core.cluster import Cluster
-from penstock.core.links import common_rows, ring_seconds
+from penstock.core.links import ring_seconds
+from penstock.core.shape import common_rows
 
 
 def hand_over(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> tuple[float, float]:

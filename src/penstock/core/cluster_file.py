@@ -26,8 +26,6 @@ bandwidth = 12.5e9
 
 from __future__ import annotations
 
-import re
-import tomllib
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
@@ -37,6 +35,7 @@ from penstock.core.arguments import named
 from penstock.core.cluster import Cluster, Device, Level, require_room
 from penstock.core.cluster_presets import KINDS, PRESETS
 from penstock.core.given import whole
+from penstock.core.toml_file import read_toml
 from penstock.errors import FormatError, InputError
 
 NUMBERS = ("memory", "speed", "host_bandwidth", "bandwidth", "latency", "reduce_bandwidth", "reduce_latency")
@@ -59,20 +58,8 @@ def read_cluster(source: str | Path, hosts: int | None = None) -> Cluster:
     path = Path(source)
     if str(source) in PRESETS and not path.exists():
         return from_table({"preset": str(source)}, str(source), hosts)
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        known = ", ".join(PRESETS)
-        raise FormatError(
-            str(source), f"a TOML file or a preset ({known})", error.strerror, "check the path or the name"
-        ) from None
-    except UnicodeDecodeError:
-        raise FormatError(str(path), "a TOML file in UTF-8", "another encoding", "save it as UTF-8") from None
-    except RecursionError:
-        raise FormatError(str(path), "TOML", "brackets within brackets without end", "correct the file") from None
-    except ValueError as error:  # TOML's own, or a number of too many digits
-        line = re.search(r"at line (\d+)", str(error))
-        raise FormatError(f"{path}:{line[1]}" if line else str(path), "TOML", error, "correct the line") from None
+    what = "TOML file" if path.exists() else f"TOML file or a preset ({', '.join(PRESETS)})"
+    table = read_toml(path, what)
     return from_table(table, str(path), hosts)
 
 

@@ -64,15 +64,13 @@ class Costs:
 
     def seconds(self, op: Op) -> FloatArray:
         """What F, B, I or W takes on every stage: a second forward included, and no less than the copy beside it."""
-        again = np.where(self.recompute, self.forward, 0.0)
-        parts = {
-            Op.F: self.forward,
-            Op.B: self.backward + again,
-            Op.I: self.input_grad + again,
-            Op.W: self.weight_grad,
-        }
-        copied = 0.0 if self.host_copy is None or op is Op.W else self.host_copy
-        longest: FloatArray = np.maximum(parts[op], copied)
+        once = {Op.F: self.forward, Op.I: self.input_grad, Op.W: self.weight_grad}
+        seconds = self.backward if op is Op.B else once[op]
+        if op in (Op.B, Op.I):
+            seconds = seconds + np.where(self.recompute, self.forward, 0.0)
+        if self.host_copy is None or op is Op.W:
+            return seconds
+        longest: FloatArray = np.maximum(seconds, self.host_copy)
         return longest
 
     @property
@@ -93,8 +91,8 @@ def per_rank(shape: Shape, what: str, numbers: Numbers) -> FloatArray:
         raise InputError(
             f"{what} to be one number or one for each of {shape.ranks} stages", values.tolist(), "give either"
         )
-    chunks = np.bincount(shape.stage_rank)
-    return (np.broadcast_to(values, (shape.ranks,)) / chunks)[shape.stage_rank]
+    each: FloatArray = (values if len(values) == 1 else values[shape.stage_rank]) / shape.rank_chunks
+    return each
 
 
 def _per_boundary(shape: Shape, numbers: Numbers) -> FloatArray:
@@ -167,7 +165,7 @@ def flat_costs(
         footprint=Footprint(
             activations, activations * weight_grad_memory, activations * recompute_memory, nothing, nothing, nothing
         ),
-        overlap=overlap,
+        overlap=float(overlap),  # a whole number would be compiled apart
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from penstock.core.between import all_reduce, hand_over
 from penstock.core.cluster import Cluster
 from penstock.core.cost import Costs, plan_costs
-from penstock.core.links import Links, lane_ends, pair_links
+from penstock.core.links import Links, pair_links
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.shape import Shape
@@ -68,7 +68,7 @@ def _links(shape: Shape, profile: Profile, plan: Plan, groups: list[tuple[int, .
     links, crossing = pair_links(shape, np.zeros(len(shape.edges))), profile.crossing(plan.cuts)
     seconds, latency, held = links.seconds.copy(), links.latency.copy(), links.held.copy()
     lanes_of: dict[int, list[int]] = {}
-    for lane, _, _, edge, _ in lane_ends(shape):
+    for lane, edge in zip(shape.lanes.number.tolist(), shape.lanes.edge.tolist(), strict=True):
         lanes_of.setdefault(edge, []).append(lane)
     for edge, lanes in lanes_of.items():
         a, b = shape.edges[edge]

@@ -72,13 +72,28 @@ def shown(value: object) -> str:
 
 def numbers(what: str, value: object) -> npt.NDArray[np.float64]:
     """One number or several, finite and 0 or more, as an array of one dimension."""
+    if isinstance(value, float) and 0 <= value <= LARGEST:  # nearly always, and ten times as fast
+        return np.array([value])
     try:
         found = np.atleast_1d(np.asarray(value, dtype=np.float64))
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{what} to be a number, or a list of numbers", repr(value), f"correct {what}") from None
     if found.ndim != 1 or not (np.isfinite(found).all() and (found >= 0).all()):
         raise InputError(f"{what} to be finite and 0 or more", found.tolist(), f"correct {what}")
+    if (found > LARGEST).any():
+        raise InputError(f"{what} to be at most {LARGEST:g}", found.tolist(), f"correct {what}")
     return found
+
+
+def column(what: str, values: object, length: int) -> npt.NDArray[np.float64]:
+    """A list of so many finite numbers, as JSON has them; none so large that sums overflow."""
+    if not isinstance(values, list) or len(values) != length:
+        came = f"{len(values)} of them" if isinstance(values, list) else shown(values)
+        raise InputError(f"{what} to be a list of {length} numbers", came, f"correct {what}")
+    wrong = next((value for value in values if not is_number(value) or not -LARGEST <= value <= LARGEST), None)
+    if wrong is not None or None in values:
+        raise InputError(f"{what} to be finite numbers, at most {LARGEST:g}", shown(wrong), f"correct {what}")
+    return np.array(values, dtype=np.float64)
 
 
 def from_json_of(what: str) -> Callable[[Callable[[Any, Any], Noun]], Callable[[Any, Any], Noun]]:
@@ -93,7 +108,7 @@ def from_json_of(what: str) -> Callable[[Callable[[Any, Any], Noun]], Callable[[
                 raise
             except KeyError as error:
                 raise FormatError("JSON", f"the key {error} in a {what}", "none", "write it with to_json") from None
-            except (TypeError, ValueError, IndexError, AttributeError) as error:
+            except (TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
                 raise FormatError("JSON", f"a {what} as to_json writes it", str(error), "correct the data") from None
 
         return checked

@@ -1,42 +1,43 @@
-"""Loops that run as plain Python when small and compiled when large.
+"""Loops that run as plain Python at first and compiled from then on.
 
-A compiler needs seconds to warm up, which a small simulation must not pay, and plain Python needs microseconds an
-action, which ten million actions must not pay. So a kernel is written once, as a plain loop over arrays, and the size
-of the work decides how it runs. Both ways give the same bits.
+Loading the compiled code takes a fifth of a second, which one small simulation must not pay; plain Python takes
+microseconds a row, which neither ten million rows nor a thousand small simulations must pay. So a kernel is written
+once, as a plain loop over arrays, and counts the rows it is called with: after some thousands it is compiled, or loaded
+from where an earlier process kept it. Both ways give the same bits.
 """
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-COMPILE_FROM = 30_000  # rows at which compiling (or loading the compiled code from disk) starts to pay
+import numpy as np
 
-
-class _Calls:
-    many = False
-
-
-_calls = _Calls()
-
-
-def expect_many_calls() -> None:
-    """Small calls are coming by the hundred: from now on every kernel is compiled when it is first called."""
-    _calls.many = True
+COMPILE_FROM = 8_000  # rows of all calls of a kernel: 10 ms of plain Python, and more are likely to come
 
 
 class Kernel:
-    """A loop over arrays that compiles itself on its first large call, and is then there for small ones too."""
+    """A loop over arrays: plain for its first rows, compiled for all after them, in large calls and small ones."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.plain = function
         self._compiled: Callable[..., Any] | None = None
+        self._rows = 0
         self.__doc__ = function.__doc__
 
     def __call__(self, size: int, *arguments: Any) -> Any:
-        plain = size < COMPILE_FROM and self._compiled is None and not _calls.many
-        return (self.plain if plain else self.compiled)(*arguments)
+        if self._compiled is None:
+            self._rows += size
+            if self._rows < COMPILE_FROM:
+                with np.errstate(all="ignore"):  # as the compiled code, which warns of nothing
+                    return self.plain(*arguments)
+        return self.compiled(*arguments)
 
     @property
     def compiled(self) -> Callable[..., Any]:
@@ -70,7 +71,34 @@ def _compile(function: Any, inline: str = "never") -> Callable[..., Any]:
     options: dict[str, Any] = {"inline": inline, "error_model": "numpy"}
     compiled: Callable[..., Any]
     try:
-        compiled = numba.njit(cache=True, **options)(linked)
-    except RuntimeError:  # nowhere to keep it: compile again in every process
-        compiled = numba.njit(**options)(linked)
+        compiled = numba.njit(cache=True, **options)(linked)  # beside the source, else in the user's cache directory
+    except RuntimeError:  # neither can be written
+        with _own_cache() as found:
+            compiled = numba.njit(cache=found, **options)(linked)
     return compiled
+
+
+@contextmanager
+def _own_cache() -> Iterator[bool]:
+    """Let numba keep compiled code in a temporary directory of this user; False where there is none."""
+    import numba
+
+    config: Any = numba.config
+    before, directory = config.CACHE_DIR, _private_directory()
+    config.CACHE_DIR = "" if directory is None else str(directory)
+    try:
+        yield directory is not None
+    finally:
+        config.CACHE_DIR = before
+
+
+def _private_directory() -> Path | None:
+    """A directory that nobody else can write: compiled code is run, so one that somebody else made is left alone."""
+    directory = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+    except OSError:
+        return None
+    private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return directory if private and os.access(directory, os.W_OK) else None

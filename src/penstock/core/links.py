@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -46,33 +45,8 @@ class Links:
         return replace(self, seconds=nothing, latency=nothing, held=nothing)
 
 
-def lane_ends(shape: Shape) -> list[tuple[int, int, int, int, float]]:
-    """(lane, sending slot, receiving slot, edge, fraction of the rows) of every lane between different ranks."""
-    found = []
-    first = shape.neighbours().edge_lane
-    for edge, (a, b) in enumerate(shape.edges):
-        if shape.placement[a] == shape.placement[b]:
-            continue
-        ours, theirs = int(shape.stage_replicas[a]), int(shape.stage_replicas[b])
-        every = [(i, j, 1.0) for i in range(ours) for j in range(theirs)] if shape.turns else common_rows(ours, theirs)
-        for i, j, fraction in every:
-            found.append((int(first[edge]) + i * theirs + j, shape.slot(a, i), shape.slot(b, j), edge, fraction))
-    return found
-
-
-@lru_cache(maxsize=4096)
-def common_rows(senders: int, receivers: int) -> list[tuple[int, int, float]]:
-    """(sender, receiver, share of the rows) of all that have rows in common, each having an equal part of all."""
-    found, i, j = [], 0, 0
-    while i < senders and j < receivers:
-        first, last = max(i * receivers, j * senders), min((i + 1) * receivers, (j + 1) * senders)
-        found.append((i, j, (last - first) / (senders * receivers)))
-        i, j = i + (last == (i + 1) * receivers), j + (last == (j + 1) * senders)
-    return found
-
-
 def _no_links(shape: Shape) -> tuple[FloatArray, FloatArray, IntArray, IntArray]:
-    lanes = int(shape.neighbours().edge_lane[-1])
+    lanes = int(shape.neighbours.edge_lane[-1])
     nothing = np.zeros((2, lanes))
     nobody = np.full((2, lanes), -1, dtype=np.int32)
     return nothing, nothing.copy(), nobody, nobody.copy()
@@ -84,11 +58,9 @@ def pair_links(shape: Shape, seconds: FloatArray) -> Links:
     `seconds[edge]` is what a whole micro-batch takes over that edge, either way.
     """
     time, latency, leave, enter = _no_links(shape)
-    names: dict[tuple[int, int], int] = {}
-    for lane, a, b, edge, fraction in lane_ends(shape):
-        time[:, lane] = seconds[edge] * fraction
-        leave[0, lane] = names.setdefault((a, b), len(names))
-        leave[1, lane] = names.setdefault((b, a), len(names))
+    lanes = shape.lanes
+    time[:, lanes.number] = seconds[lanes.edge] * lanes.share
+    leave[:, lanes.number] = lanes.pairs
     return Links(time, latency, leave, enter, shared=False, held=np.zeros_like(time))
 
 
@@ -98,7 +70,9 @@ def cluster_links(shape: Shape, sizes: FloatArray, devices: Sequence[int], clust
     held = np.zeros_like(time)
     names: dict[tuple[object, ...], int] = {}
     senders: dict[int, set[int]] = {}
-    for lane, a, b, edge, fraction in lane_ends(shape):
+    every = shape.lanes
+    columns = (column.tolist() for column in (every.number, every.source, every.target, every.edge, every.share))
+    for lane, a, b, edge, fraction in zip(*columns, strict=True):
         at = cluster.meeting_level(devices[a], devices[b])
         level = cluster.levels[at]
         time[:, lane] = sizes[edge] * fraction / level.bandwidth

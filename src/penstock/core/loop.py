@@ -14,6 +14,7 @@ import numpy as np
 from penstock.core.action import Op
 from penstock.core.arguments import named_fields
 from penstock.core.given import whole
+from penstock.core.room import require_room
 from penstock.core.schedule import Rows, Schedule
 from penstock.core.shape import MOST, Law, Shape
 
@@ -56,6 +57,7 @@ class Loop:
     def unroll(self, batches: int) -> Schedule:
         """The plain list for a run of so many mini-batches."""
         whole("batches", batches, most=MOST // self.shape.microbatches // self.shape.stages)
+        require_room(2 * self.shape.stages * self.shape.microbatches * batches)
         shape = replace(self.shape, batches=batches)
         passes = -(-batches // self.period)
         slots = [self._run(slot, passes, shape.total) for slot in range(shape.slots)]

@@ -32,8 +32,8 @@ def lower(schedule: Schedule) -> Schedule:
     if schedule.lowered:
         return schedule
     _require_compute(schedule)
-    shape, rows, near = schedule.shape, schedule.rows, schedule.shape.neighbours()
-    rounds = max(shape.rounds(stage) for stage in range(shape.stages))
+    shape, rows, near = schedule.shape, schedule.rows, schedule.shape.neighbours
+    rounds = int(shape.stage_rounds.max())
     longest = _longest(schedule)
     ops, out = np.empty(longest, dtype=np.uint8), np.empty((5, longest), dtype=np.int32)
     starts = np.zeros(shape.slots + 1, dtype=np.int64)
@@ -70,7 +70,7 @@ def _longest(schedule: Schedule) -> int:
             per_stage[b] += 1 if shape.turns else _meeting(theirs, ours)
     moving = (rows.stage >= 0) & (rows.stage < shape.stages) & (rows.op != W)
     transfers = int(per_stage[rows.stage[moving]].sum())
-    updates = sum(int(shape.stage_replicas[stage]) * shape.rounds(stage) for stage in range(shape.stages))
+    updates = int(shape.stage_replicas @ shape.stage_rounds)
     return len(rows) + transfers + 2 * updates
 
 

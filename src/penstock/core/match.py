@@ -8,7 +8,6 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.jit import helper, kernel
-from penstock.core.links import lane_ends
 from penstock.core.schedule import LongArray, OpArray, Schedule
 from penstock.core.shape import IntArray
 
@@ -30,7 +29,7 @@ class Match:
 
 def match(schedule: Schedule) -> Match:
     """Pair the transfers of a lowered schedule."""
-    shape, rows, near = schedule.shape, schedule.rows, schedule.shape.neighbours()
+    shape, rows, near = schedule.shape, schedule.rows, schedule.shape.neighbours
     lanes = int(near.edge_lane[-1])
     sends = np.full((2, lanes, shape.total), -1, dtype=np.int32)
     receives = np.full((2, lanes, shape.total), -1, dtype=np.int32)
@@ -45,8 +44,7 @@ def match(schedule: Schedule) -> Match:
         *(sends, receives, lane, flaw),
     )
     target = np.full((2, lanes), -1, dtype=np.int32)
-    for at, a, b, _, _ in lane_ends(shape):
-        target[:, at] = b, a
+    target[:, shape.lanes.number] = shape.lanes.target, shape.lanes.source
     return Match(sends, receives, lane, flaw, target)
 
 

@@ -18,10 +18,12 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.cost import Costs, shares
+from penstock.core.given import column
 from penstock.core.links import FloatArray
 from penstock.core.marks import Mark, MarkArray, marks
 from penstock.core.schedule import Schedule
 from penstock.core.shape import Shape
+from penstock.errors import InputError
 
 
 class Kind(StrEnum):
@@ -160,8 +162,11 @@ class Memory:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Memory:
-        def read(part: str) -> dict[Kind, FloatArray]:
-            return {Kind(kind): np.array(values) for kind, values in data[part].items()}
+    def from_json(cls, data: dict[str, Any], slots: int, rows: int) -> Memory:
+        def read(part: str, length: int) -> dict[Kind, FloatArray]:
+            return {Kind(kind): column(f"{part} of {kind}", values, length) for kind, values in data[part].items()}
 
-        return cls(read("standing"), read("begun"), read("ended"))
+        memory = cls(read("standing", slots), read("begun", rows), read("ended", rows))
+        if set(memory.begun) != set(memory.ended):
+            raise InputError("the same kinds of memory in begun and ended", "others", "write it with to_json")
+        return memory

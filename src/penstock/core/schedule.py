@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from penstock.core.action import COMPUTE, Action, Op
 from penstock.core.arguments import named_fields
-from penstock.core.given import from_json_of
+from penstock.core.given import from_json_of, truth
 from penstock.core.shape import IntArray, Shape
 from penstock.errors import InputError
 
@@ -70,6 +70,20 @@ class Rows:
         return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+ROOM = 1 << 20  # entries of a table that any schedule may have
+
+
+def _require_room(shape: Shape, rows: int) -> None:
+    """Refuse numbers of micro-batches that a few actions cannot mean: every law has tables of them."""
+    entries = int(shape.stage_replicas.sum()) * shape.total
+    if entries > ROOM + 16 * rows:
+        raise InputError(
+            f"{entries} forwards, as {shape.stages} stages and {shape.total} micro-batches have",
+            f"{rows} actions in all",
+            "correct microbatches and batches, or add the actions",
+        )
+
+
 def _flatten(action: Action) -> tuple[Action, ...]:
     return (action,) if action.joined is None else (action, action.joined)
 
@@ -89,6 +103,7 @@ class Schedule:
         if len(slots) != shape.slots:
             raise InputError(f"one list of actions for each of {shape.slots} slots", len(slots), "give one a slot")
         rows = Rows.of_actions(action for slot in slots for action in slot)
+        _require_room(shape, len(rows))
         lengths = [sum(len(_flatten(action)) for action in slot) for slot in slots]
         return cls(shape, rows, np.concatenate(([0], np.cumsum(lengths))).astype(np.int64), lowered)
 
@@ -149,4 +164,4 @@ class Schedule:
     @from_json_of("schedule")
     def from_json(cls, data: dict[str, Any]) -> Schedule:
         slots = [[Action.parse(word) for word in words] for words in data["slots"]]
-        return cls.of_slots(Shape.from_json(data["schedule"]), slots, bool(data["lowered"]))
+        return cls.of_slots(Shape.from_json(data["schedule"]), slots, truth("lowered", data["lowered"]))

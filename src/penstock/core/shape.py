@@ -7,15 +7,16 @@ Micro-batches are numbered through all mini-batches: micro-batch k belongs to mi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.given import from_json_of
+from penstock.core.given import from_json_of, shown, text, whole
 from penstock.errors import InputError
 
 IntArray = npt.NDArray[np.int32]
@@ -55,20 +56,23 @@ class Shape:
     def __post_init__(self) -> None:
         object.__setattr__(self, "law", Law(self.law))
         object.__setattr__(self, "sharing", Sharing(self.sharing))
-        object.__setattr__(self, "placement", tuple(int(rank) for rank in self.placement))
+        text("the name of a schedule", self.name, "give it a name")
+        object.__setattr__(self, "placement", _whole("the rank of a stage", self.placement))
         self._require_counts()
-        object.__setattr__(self, "replicas", tuple(int(r) for r in self.replicas) or (1,) * self.ranks)
+        object.__setattr__(self, "replicas", _whole("replicas", self.replicas) or (1,) * self.ranks)
         chain = tuple((stage, stage + 1) for stage in range(self.stages - 1))
-        object.__setattr__(self, "edges", tuple((int(a), int(b)) for a, b in self.edges) or chain)
+        edges = tuple((whole("a stage", a, 0, MOST), whole("a stage", b, 0, MOST)) for a, b in self.edges)
+        object.__setattr__(self, "edges", edges or chain)
         self._require_consistent()
 
     def _require_counts(self) -> None:
-        for what, value in (("microbatches", self.microbatches), ("batches", self.batches)):
-            if value < 1:
-                raise InputError(f"{what} of at least 1", value, f"give {what} a positive number")
+        for what in ("microbatches", "batches"):
+            object.__setattr__(self, what, whole(what, getattr(self, what)))
         if self.microbatches * self.batches > MOST:
             raise InputError(
-                f"at most {MOST} micro-batches in all mini-batches", self.microbatches * self.batches, "ask for fewer"
+                f"at most {MOST} micro-batches in all mini-batches",
+                shown(self.microbatches * self.batches),
+                "ask for fewer",
             )
         used = set(self.placement)
         if not used or min(used) < 0 or max(used) + 1 != len(used):
@@ -105,7 +109,7 @@ class Shape:
     def ranks(self) -> int:
         return max(self.placement) + 1
 
-    @property
+    @cached_property
     def slots(self) -> int:
         return sum(self.replicas)
 
@@ -114,7 +118,7 @@ class Shape:
         """Micro-batches in all mini-batches together."""
         return self.microbatches * self.batches
 
-    @property
+    @cached_property
     def turns(self) -> bool:
         return self.sharing is Sharing.TURNS
 
@@ -145,6 +149,13 @@ class Shape:
         return np.concatenate(([0], np.cumsum(self.stage_replicas))).astype(np.int32)
 
     @cached_property
+    def seat_places(self) -> tuple[IntArray, IntArray]:
+        """The stage and the slot of every seat."""
+        stage = np.repeat(np.arange(self.stages, dtype=np.int32), self.stage_replicas)
+        replica = np.arange(len(stage), dtype=np.int32) - self.seats[stage]
+        return stage, self.first_slot[self.stage_rank[stage]] + replica
+
+    @cached_property
     def chunks(self) -> int:
         """Most stages that any rank holds."""
         return int(np.bincount(self.stage_rank).max())
@@ -155,13 +166,27 @@ class Shape:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(stage for stage, at in enumerate(self.placement) if at == rank)
 
-    def rounds(self, stage: int) -> int:
-        """Updates that the whole schedule makes on a stage."""
-        replicas = int(self.stage_replicas[stage]) if self.turns else 1
-        return -(-self.batches // replicas)
+    @cached_property
+    def stage_rounds(self) -> npt.NDArray[np.int64]:
+        """Updates that the whole schedule makes on each stage."""
+        replicas = self.stage_replicas if self.turns else np.ones_like(self.stage_replicas)
+        return -(-self.batches // replicas.astype(np.int64))
 
+    def rounds(self, stage: int) -> int:
+        return int(self.stage_rounds[stage])
+
+    @cached_property
+    def rank_chunks(self) -> IntArray:
+        """Stages on the rank of each stage."""
+        return np.bincount(self.stage_rank)[self.stage_rank].astype(np.int32)
+
+    @cached_property
     def neighbours(self) -> Neighbours:
         return Neighbours.of(self)
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        return Lanes.of(self)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -188,6 +213,11 @@ class Shape:
             sharing=Sharing(data["sharing"]),
             edges=tuple((a, b) for a, b in data["edges"]),
         )
+
+
+def _whole(what: str, values: Sequence[int]) -> tuple[int, ...]:
+    """Whole numbers of 0 or more, as Python's own."""
+    return tuple(whole(what, value, 0, MOST) for value in values)
 
 
 @dataclass(frozen=True)
@@ -222,3 +252,49 @@ class Neighbours:
             before_lane=lanes[:-1][backward].astype(np.int32),
             edge_lane=lanes,
         )
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes between different ranks, one entry each, in the order of the edges."""
+
+    number: IntArray
+    source: IntArray  # the slot that sends the activation
+    target: IntArray  # the slot that receives it
+    edge: IntArray
+    share: npt.NDArray[np.float64]  # of a micro-batch's rows
+
+    @classmethod
+    def of(cls, shape: Shape) -> Lanes:
+        found = []
+        for edge, (a, b) in enumerate(shape.edges):
+            if shape.placement[a] == shape.placement[b]:
+                continue
+            ours, theirs = int(shape.stage_replicas[a]), int(shape.stage_replicas[b])
+            every = common_rows(ours, theirs)
+            if shape.turns:
+                every = [(i, j, 1.0) for i in range(ours) for j in range(theirs)]
+            first = int(shape.neighbours.edge_lane[edge])
+            found += [(first + i * theirs + j, shape.slot(a, i), shape.slot(b, j), edge, rows) for i, j, rows in every]
+        whole = np.array([lane[:4] for lane in found], dtype=np.int32).reshape(-1, 4).T.copy()
+        share = np.array([lane[4] for lane in found], dtype=np.float64)
+        return cls(whole[0], whole[1], whole[2], whole[3], share)
+
+    @cached_property
+    def pairs(self) -> IntArray:
+        """(2, lanes): a number for the pair of slots that a tensor leaves and reaches, each way."""
+        numbers: dict[tuple[int, int], int] = {}
+        ends = zip(self.source.tolist(), self.target.tolist(), strict=True)
+        found = [[numbers.setdefault(way, len(numbers)) for way in ((a, b), (b, a))] for a, b in ends]
+        return np.array(found, dtype=np.int32).reshape(-1, 2).T
+
+
+@lru_cache(maxsize=4096)
+def common_rows(senders: int, receivers: int) -> list[tuple[int, int, float]]:
+    """(sender, receiver, share of the rows) of all that have rows in common, each having an equal part of all."""
+    found, i, j = [], 0, 0
+    while i < senders and j < receivers:
+        first, last = max(i * receivers, j * senders), min((i + 1) * receivers, (j + 1) * senders)
+        found.append((i, j, (last - first) / (senders * receivers)))
+        i, j = i + (last == (i + 1) * receivers), j + (last == (j + 1) * senders)
+    return found

@@ -8,7 +8,7 @@ last action.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +16,14 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.arguments import named_fields
+from penstock.core.check import check
 from penstock.core.cost import Costs
-from penstock.core.given import from_json_of
+from penstock.core.given import column, from_json_of, truth
 from penstock.core.links import FloatArray
 from penstock.core.memory import ACTIVATION_KINDS, Memory, most_versions
+from penstock.core.pace import Pace, pace
 from penstock.core.schedule import BoolArray, Schedule
+from penstock.errors import InputError
 
 
 @named_fields
@@ -106,10 +109,17 @@ class Timeline:
     def bubble(self) -> float:
         return 1.0 - self.utilisation
 
+    @cached_property
+    def pace(self) -> Pace | None:
+        """One mini-batch of the steady state; None where the run is too short to have one."""
+        return pace(self.schedule, self.start, self.end, self.work)
+
     def figures(self) -> dict[str, Any]:
         """The figures people compare, as plain numbers; lists have one entry a slot."""
         return {
             "makespan": self.makespan,
+            "batches": self.schedule.shape.batches,
+            "pace": None if self.pace is None else asdict(self.pace),
             "idle": self.idle.tolist(),
             "idle_own": self.idle_own.tolist(),
             "bubble": self.bubble,
@@ -132,5 +142,21 @@ class Timeline:
     @from_json_of("timeline")
     def from_json(cls, data: dict[str, Any]) -> Timeline:
         schedule = Schedule.from_json(data["timeline"])
-        recorded = None if data["memory"] is None else Memory.from_json(data["memory"])
-        return cls(schedule, np.array(data["start"]), np.array(data["end"]), bool(data["measured"]), recorded=recorded)
+        _require_whole(schedule)
+        start, end = (column(name, data[name], len(schedule)) for name in ("start", "end"))
+        early = np.flatnonzero(end < start)
+        if len(early):
+            came = f"{schedule.action(int(early[0]))}, which ends before"
+            raise InputError("actions that end no earlier than they start", came, "correct start and end")
+        slots, memory = schedule.shape.slots, data["memory"]
+        recorded = None if memory is None else Memory.from_json(memory, slots, len(schedule))
+        return cls(schedule, start, end, truth("measured", data["measured"]), recorded=recorded)
+
+
+def _require_whole(schedule: Schedule) -> None:
+    """Refuse a schedule that nobody can have run: reports and figures rely on its laws."""
+    if not schedule.lowered:
+        raise InputError("a timeline of a lowered schedule", "one without transfers", "write it with to_json")
+    report = check(schedule)
+    if len(schedule) and not report.ok:
+        raise InputError("a timeline of a sound schedule", str(report.faults[0]), "write it with to_json")

@@ -14,14 +14,13 @@ bf16 = 989e12
 
 from __future__ import annotations
 
-import re
-import tomllib
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from penstock.core.toml_file import read_toml
 from penstock.errors import FormatError, InputError
 from penstock.profiler.devices import ARITHMETICS, MACHINES, Machine, full_name, machine_of
 
@@ -37,7 +36,7 @@ def read_machine(device: str | None, calibration: str | Path | None = None) -> M
         if device is None:
             raise InputError("a device to estimate for", "none", f"give device, such as {', '.join(MACHINES)}")
         return machine_of(device)
-    table, where = _parsed(Path(calibration)), str(calibration)
+    table, where = read_toml(Path(calibration), "calibration"), str(calibration)
     _require_keys(where, table)
     kind = _kind(where, device, table)
     given: dict[str, Any] = {key: float(table[key]) for key in NUMBERS if key in table}
@@ -58,18 +57,6 @@ def written(machine: Machine) -> str:
     table = asdict(machine)
     lines = [f'device = "{machine.kind}"', *(f"{key} = {table[key]:.6g}" for key in NUMBERS)]
     return "\n".join([*lines, "", "[peaks]", *(f"{key} = {value:.6g}" for key, value in machine.peaks.items()), ""])
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FormatError(str(path), "a readable calibration", error.strerror, "check the path") from None
-    except UnicodeDecodeError:
-        raise FormatError(str(path), "a TOML file in UTF-8", "another encoding", "save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at line (\d+)", str(error))
-        raise FormatError(f"{path}:{line[1]}" if line else str(path), "TOML", error, "correct the line") from None
 
 
 def _require_keys(where: str, table: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 
@@ -42,7 +43,16 @@ KIND_WORDS: dict[Kind, str] = {
     Kind.RECOMPUTE: "recomputed activations",
 }
 
+# What no XML document can hold, however it is written, nor a terminal should be sent: control characters, and halves
+# of surrogate pairs.
+_NO_SIGN = re.compile("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
 MEMORY_IN_A = "in A: one rank's activations of one micro-batch"
+
+
+def printable(text: str) -> str:
+    """The text with a mark for every sign that cannot be shown."""
+    return _NO_SIGN.sub("\ufffd", text)
 
 
 def slot_label(shape: Shape, slot: int) -> str:
@@ -63,6 +73,15 @@ def chunk_of_stage(shape: Shape) -> IntArray:
         chunk[stage] = seen[rank]
         seen[rank] += 1
     return chunk
+
+
+def placed(shape: Shape) -> str:
+    """Where a rank's stages lie in the model: 'one chunk a rank', '2 chunks a rank placed as a V', ..."""
+    if shape.chunks == 1:
+        return "one chunk a rank"
+    down = tuple(range(shape.ranks))
+    ways = {(*down, *reversed(down)): " placed as a V", down * shape.chunks: " interleaved"}
+    return f"{shape.chunks} chunks a rank{ways.get(shape.placement, '')}"
 
 
 def number(value: float) -> str:

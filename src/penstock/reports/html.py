@@ -10,11 +10,12 @@ import base64
 import hashlib
 import json
 import re
-from html import escape
 from importlib.resources import files
 
+from penstock.reports.describe import printable
 from penstock.reports.panels import Timelines, panels, title
 from penstock.reports.payload import payload
+from penstock.reports.svg_parts import escaped
 
 SCRIPTS = ("data.js", "words.js", "view.js", "boxes.js", "memory.js", "scene.js", "tip.js", "input.js", "page.js")
 
@@ -25,7 +26,7 @@ def html(timelines: Timelines) -> str:
     script = "\n".join(("(() => {", '"use strict";', *map(_asset, SCRIPTS), "})();", ""))
     sheet = _asset("page.css")
     parts = {
-        "title": escape(title(shown)),
+        "title": escaped(title(shown)),
         "policy": f"default-src 'none'; img-src data:; style-src {_hash(sheet)}; script-src {_hash(script)}",
         "style": sheet,
         "script": script,
@@ -38,7 +39,7 @@ def html(timelines: Timelines) -> str:
 def _embedded(data: object) -> str:
     """JSON that can stand inside a script element: no sign of it can end the element or open a comment."""
     said = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-    return said.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return printable(said).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _asset(name: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from html import escape
 
 from penstock.core.action import Op
+from penstock.reports.describe import printable
 from penstock.reports.palette import FILLS, KIND_FILLS, ink, shade
 
 CHUNKS = 8  # shades that the style sheet knows; later chunks share the last
@@ -46,10 +47,15 @@ class Frame:
         return self.left + moment * self.scale
 
 
+def escaped(content: str) -> str:
+    """Text for an XML or HTML document; signs that neither can hold are replaced."""
+    return escape(printable(content))
+
+
 def element(tag: str, content: str = "", **attributes: str | float) -> str:
     """One element; its content is text, and is escaped. `class_` stands for `class`."""
     said = "".join(f' {_name(key)}="{_value(value)}"' for key, value in attributes.items())
-    return f"<{tag}{said}>{escape(content)}</{tag}>" if content else f"<{tag}{said}/>"
+    return f"<{tag}{said}>{escaped(content)}</{tag}>" if content else f"<{tag}{said}/>"
 
 
 def text(content: str, x: float, y: float, kind: str) -> str:
@@ -86,4 +92,4 @@ def _name(key: str) -> str:
 
 
 def _value(value: str | float) -> str:
-    return escape(value) if isinstance(value, str) else f"{round(float(value), 3):.10g}"
+    return escaped(value) if isinstance(value, str) else f"{round(float(value), 3):.10g}"

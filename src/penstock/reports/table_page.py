@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from html import escape
 
+from penstock.reports.svg_parts import escaped
+
 _SHEET = """
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
   margin: 2rem auto; max-width: 1240px; padding: 0 1rem; color: #1f2630; background: #ffffff }
@@ -35,9 +37,9 @@ def table_page(
             '<html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{_SHEET}</style></head><body>",
-            f"<h1>{escape(title)}</h1>",
-            *(f"<p>{escape(line)}</p>" for line in said),
+            f"<title>{escaped(title)}</title><style>{_SHEET}</style></head><body>",
+            f"<h1>{escaped(title)}</h1>",
+            *(f"<p>{escaped(line)}</p>" for line in said),
             '<div class="wide"><table><thead>',
             _row("th", heads),
             "</thead><tbody>",
@@ -50,7 +52,7 @@ def table_page(
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    return "<tr>" + "".join(f"<{tag}>{escaped(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
 def _hash(content: str) -> str:

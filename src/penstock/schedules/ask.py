@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.core.given import whole
+from penstock.core.room import require_room
 from penstock.core.shape import MOST, Law, Shape, Sharing
 
-MOST_STAGES = 2**20  # more than anyone has; a slip of the keyboard is answered at once
+MOST_RANKS = 2**14  # more than anyone has; a slip of the keyboard is answered at once
+MOST_STAGES = 2**16  # of all ranks together
+MOST_SLOTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Ask:
     replicas: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    any_chunks: bool = False  # nobody gave a number of them: a method that has the choice may take more
 
     def __post_init__(self) -> None:
         for what in ("stages", "microbatches", "batches", "chunks"):
@@ -32,8 +36,9 @@ class Ask:
             "stages x chunks x micro-batches", self.stages * self.chunks * self.microbatches * self.batches, most=MOST
         )
         for count in self.replicas:
-            whole("replicas", count, most=MOST_STAGES)
-        whole("slots", sum(self.replicas, start=1), most=MOST_STAGES)
+            whole("replicas", count, most=MOST_SLOTS)
+        whole("slots", sum(self.replicas, start=1), most=MOST_SLOTS)
+        require_room(2 * self.stages * self.chunks * self.microbatches * self.batches)
 
     def shape(self, placement: tuple[int, ...], law: Law = Law.SYNC, sharing: Sharing = Sharing.SPLIT) -> Shape:
         return Shape(self.name, law, placement, self.microbatches, self.batches, self.replicas, sharing, self.edges)

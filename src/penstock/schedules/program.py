@@ -45,11 +45,23 @@ def chain(*programs: Program) -> Program:
 def sweep(stage: int, microbatches: int, *ahead: tuple[Op, int]) -> Program:
     """The sweep drawn above: each `(op, d)` handles micro-batch i + d in step i."""
     distance = np.array([d for _, d in ahead], dtype=np.int32)
+    if distance.max() - distance.min() > microbatches:  # a deep pipeline: most of the steps drawn above are empty
+        return _sparse_sweep(stage, microbatches, ahead)
     steps = np.arange(-distance.max(), microbatches - distance.min(), dtype=np.int32)
     numbers = (steps[:, None] + distance[None, :]).ravel()
     ops = np.tile(np.array([op for op, _ in ahead], dtype=np.uint8), len(steps))
     keep = (numbers >= 0) & (numbers < microbatches)
     return Program(ops[keep], np.full(int(keep.sum()), stage, dtype=np.int32), numbers[keep])
+
+
+def _sparse_sweep(stage: int, microbatches: int, ahead: Sequence[tuple[Op, int]]) -> Program:
+    """The same, from the actions that there are: in the order of their steps, and within a step in the order given."""
+    numbers = np.tile(np.arange(microbatches, dtype=np.int32), len(ahead))
+    kind = np.repeat(np.arange(len(ahead)), microbatches)
+    steps = numbers - np.array([d for _, d in ahead], dtype=np.int32)[kind]
+    order = np.lexsort((kind, steps))
+    ops = np.array([op for op, _ in ahead], dtype=np.uint8)[kind]
+    return Program(ops[order], np.full(len(order), stage, dtype=np.int32), numbers[order])
 
 
 def counted(codes: np.ndarray, stages: Sequence[int]) -> Program:
@@ -82,6 +94,8 @@ def flush(shape: Shape, ranks: Sequence[Program]) -> Schedule:
 
 
 def _repeated(program: Program, shape: Shape) -> Rows:
+    if shape.batches == 1:
+        return Rows.compute(*program, np.zeros(len(program.op), dtype=np.int32))
     batch = np.repeat(np.arange(shape.batches, dtype=np.int32), len(program.op))
     number = np.tile(program.microbatch, shape.batches) + batch * np.int32(shape.microbatches)
     return Rows.compute(np.tile(program.op, shape.batches), np.tile(program.stage, shape.batches), number, batch)

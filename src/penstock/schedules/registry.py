@@ -12,7 +12,7 @@ from penstock.core.given import whole
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.errors import InputError
-from penstock.schedules.ask import MOST_STAGES, Ask
+from penstock.schedules.ask import MOST_RANKS, Ask
 from penstock.schedules.auto.build import OPTIONS as AUTO_OPTIONS
 from penstock.schedules.auto.build import auto
 from penstock.schedules.dapple import dapple
@@ -153,7 +153,7 @@ def _build(
     options: dict[str, Any],
 ) -> Schedule | Loop:
     method = find(name)
-    whole("stages", stages, most=MOST_STAGES)
+    whole("stages", stages, most=MOST_RANKS)
     if microbatches is None:
         microbatches = method.microbatches
     if microbatches is None:
@@ -170,6 +170,7 @@ def _build(
         _chunks(method, chunks),
         edges=tuple(edges),
         options=options,
+        any_chunks=chunks is None,
     )
     if isinstance(replicas, (list, tuple)):
         counts = tuple(whole("replicas", count) for count in replicas)

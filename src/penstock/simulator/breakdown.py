@@ -16,8 +16,8 @@ import numpy as np
 from penstock.core.arguments import named, named_fields
 from penstock.core.check import prove
 from penstock.core.cost import Costs, shares
-from penstock.core.links import FloatArray
-from penstock.core.schedule import Schedule
+from penstock.core.links import FloatArray, Links
+from penstock.core.schedule import BoolArray, Schedule
 from penstock.core.shape import Shape
 from penstock.simulator.simulate import clock
 
@@ -58,13 +58,20 @@ def breakdown(schedule: Schedule, costs: Costs) -> Breakdown:
     free = costs.links.free()
     bare = replace(costs, recompute=never, host_copy=None, links=free, reduce=nothing, update=nothing)
     ideal = clock(proven, _equal(shape, bare))
-    steps = [bare]
+    ends = [ideal.makespan, clock(proven, bare).makespan]
     for cause in ("recompute", "host_copy", "links", "reduce", "update"):
-        steps.append(replace(steps[-1], **{cause: getattr(costs, cause)}))
-    ends = [ideal.makespan, *(clock(proven, step).makespan for step in steps)]
-    imbalance, recompute, offload, transfer, reduction, update = (float(part) for part in np.diff(ends))
-    compute = float(ideal.work.mean())
-    return Breakdown(compute, ideal.makespan - compute, imbalance, recompute, offload, transfer, reduction, update)
+        added = getattr(costs, cause)
+        bare = replace(bare, **{cause: added})
+        ends.append(clock(proven, bare).makespan if _takes_time(added) else ends[-1])
+    # An order made for unequal stages may be the slower one on equal ones, and a transfer that comes later the better
+    # one on a shared link: what a cause seems to save was never lost to those before it.
+    reached = np.minimum.accumulate([ideal.work.mean(), *ends][::-1])[::-1]
+    return Breakdown(float(reached[0]), *(float(part) for part in np.diff(reached)))
+
+
+def _takes_time(added: FloatArray | BoolArray | Links | None) -> bool:
+    parts = (added.seconds, added.latency, added.held) if isinstance(added, Links) else (added,)
+    return any(part is not None and bool(part.any()) for part in parts)
 
 
 def _equal(shape: Shape, costs: Costs) -> Costs:

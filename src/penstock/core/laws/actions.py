@@ -10,7 +10,7 @@ from penstock.core.action import Op
 from penstock.core.faults import Fault, FaultKind
 from penstock.core.laws import census as c
 from penstock.core.laws.evidence import MORE, Evidence
-from penstock.core.schedule import OpArray
+from penstock.core.schedule import BoolArray, OpArray
 from penstock.core.shape import IntArray
 
 
@@ -45,6 +45,8 @@ def _missing(e: Evidence) -> Iterator[Fault]:
     """Actions that no slot runs, and weight gradients that a full backward has made already."""
     seen, shape = e.seen, e.full.shape
     split = _op(e, seen.backward) == Op.I
+    if _complete(seen, split):
+        return
     absent = {"F": seen.forward < 0, "B": seen.backward < 0, "W": split & (seen.weight < 0)}
     for letter, where in absent.items():
         for share, k in np.argwhere(where)[:MORE].tolist():
@@ -58,9 +60,17 @@ def _missing(e: Evidence) -> Iterator[Fault]:
         yield e.fault(FaultKind.DOUBLED, row, "a full backward has made this gradient; drop it, or write I for B")
 
 
+def _complete(seen: c.Census, split: BoolArray) -> bool:
+    """Whether every action is there, and a weight gradient where, and only where, the backward is split."""
+    there = seen.forward.min() >= 0 and seen.backward.min() >= 0
+    return bool(there and np.array_equal(seen.weight >= 0, split))
+
+
 def _op(e: Evidence, rows: IntArray) -> OpArray:
     """What stands at some rows; an absent row, -1, is no operation."""
-    return np.append(e.full.rows.op, np.uint8(255))[rows]
+    found = e.full.rows.op[rows] if len(e.full) else np.zeros(rows.shape, dtype=np.uint8)
+    found[rows < 0] = 255
+    return found
 
 
 def _out_of_order(e: Evidence) -> Iterator[Fault]:

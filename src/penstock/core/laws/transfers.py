@@ -8,7 +8,6 @@ import numpy as np
 
 from penstock.core.faults import Fault, FaultKind
 from penstock.core.laws.evidence import MORE, Evidence
-from penstock.core.links import lane_ends
 from penstock.core.match import DOUBLED
 from penstock.core.schedule import BoolArray
 
@@ -23,8 +22,11 @@ def transfer_faults(e: Evidence) -> Iterator[Fault]:
 
 
 def _without_partner(e: Evidence) -> Iterator[Fault]:
-    shape, pairs = e.full.shape, e.pairs
-    for lane, source, target, edge, _ in lane_ends(shape):
+    shape, pairs, every = e.full.shape, e.pairs, e.full.shape.lanes
+    if all(table[:, every.number].min(initial=0) >= 0 for table in (pairs.sends, pairs.receives)):
+        return
+    columns = (column.tolist() for column in (every.number, every.source, every.target, every.edge))
+    for lane, source, target, edge in zip(*columns, strict=True):
         a, b = shape.edges[edge]
         i, j = int(shape.slot_replica[source]), int(shape.slot_replica[target])
         due = _due(e, (a, i), (b, j))

@@ -57,21 +57,19 @@ def version_faults(e: Evidence) -> Iterator[Fault]:
 
 
 def _updates_missing(e: Evidence, newest: IntArray) -> Iterator[Fault]:
-    shape = e.full.shape
-    for stage in range(shape.stages):
-        for replica in range(int(shape.stage_replicas[stage])):
-            slot, last = shape.slot(stage, replica), shape.rounds(stage)
-            have = int(newest[stage, slot])
-            if have < last:
-                said = f"stage {stage} ends with version {have} where {last} is due; {stage}U@{have + 1} is missing"
-                yield Fault(FaultKind.UPDATE, slot, -1, said)
+    stages, slots = e.full.shape.seat_places
+    have, last = newest, e.full.shape.stage_rounds[stages]
+    for seat in np.flatnonzero(have < last).tolist():
+        stage = f"{stages[seat]}"
+        said = f"stage {stage} ends with version {have[seat]} where {last[seat]} is due; "
+        yield Fault(FaultKind.UPDATE, int(slots[seat]), -1, f"{said}{stage}U@{have[seat] + 1} is missing")
 
 
 def _flaws(schedule: Schedule, seen: Census) -> tuple[OpArray, IntArray, IntArray]:
-    """By row: what is wrong, and then the version there should be; by (stage, slot): the newest version at the end."""
+    """By row: what is wrong, and then the version there should be; by seat: the newest version at the end."""
     shape, rows = schedule.shape, schedule.rows
     flaw, wanted = np.zeros(len(rows), dtype=np.uint8), np.zeros(len(rows), dtype=np.int32)
-    newest = np.zeros((shape.stages, shape.slots), dtype=np.int32)
+    newest = np.zeros(int(shape.seats[-1]), dtype=np.int32)
     _read(
         len(rows),
         *(rows.op, rows.stage, rows.microbatch, rows.version, schedule.starts),
@@ -118,16 +116,16 @@ def _read(
     per_batch: int, batches: int, turns: bool, law: int,
     flaw: OpArray, wanted: IntArray, newest: IntArray,
 ) -> None:  # fmt: skip
-    stages = len(stage_replicas)
     gathered = np.zeros((seats[-1], batches), dtype=np.int32)  # gradients of a round, of every replica of every stage
+    reduced = np.zeros(seats[-1], dtype=np.int64)  # version whose gradients have been reduced
     for slot in range(len(slot_replica)):
         own = slot_replica[slot]
-        reduced = np.zeros(stages, dtype=np.int64)  # version whose gradients have been reduced
         for row in range(starts[slot], starts[slot + 1]):
             o, s, k, v = op[row], stage[row], microbatch[row], version[row]
             if row_flaw[row] != 0:
                 continue
-            have = newest[s, slot]
+            seat = seats[s] + own
+            have = newest[seat]
             if o <= FB:
                 share = share_first[s] if turns else share_first[s] + own
                 batch = k // per_batch
@@ -144,7 +142,7 @@ def _read(
                     wanted[row] = want
                 if o == B or o == W:
                     turn = batch // stage_replicas[s] if turns else batch
-                    gathered[seats[s] + own, turn] += 1
+                    gathered[seat, turn] += 1
                     if turn > have and flaw[row] == 0:
                         flaw[row], wanted[row] = MIXED, have + 1
             elif o == REDUCE or o == UPDATE:
@@ -153,15 +151,15 @@ def _read(
                 due = 0
                 if v == have + 1 and made < batches:
                     due = per_batch if not turns or made * stage_replicas[s] + own < batches else 0
-                if v != have + 1 or (o == REDUCE and reduced[s] == v):
+                if v != have + 1 or (o == REDUCE and reduced[seat] == v):
                     flaw[row] = OUT_OF_ORDER
                 elif o == REDUCE and stage_replicas[s] == 1:
                     flaw[row] = NEEDLESS
-                elif made >= batches or gathered[seats[s] + own, made] < due:
+                elif made >= batches or gathered[seat, made] < due:
                     flaw[row] = INCOMPLETE
-                elif o == UPDATE and stage_replicas[s] > 1 and reduced[s] != v:
+                elif o == UPDATE and stage_replicas[s] > 1 and reduced[seat] != v:
                     flaw[row] = UNREDUCED
                 if o == REDUCE:
-                    reduced[s] = v
+                    reduced[seat] = v
                 elif v == have + 1:
-                    newest[s, slot] = v
+                    newest[seat] = v

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from penstock.core.cluster import Cluster
 from penstock.core.given import truth, whole
-from penstock.core.jit import expect_many_calls
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.errors import InputError
@@ -260,7 +259,6 @@ def _try_all(run: _Search, sizes: list[int], few: bool) -> bool:
     """The methods of the run's space; whether every plan there is was simulated."""
     if few and run.every(sizes):
         return True
-    expect_many_calls()
     _explore(run, sizes)
     return False
 

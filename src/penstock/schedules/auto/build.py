@@ -1,5 +1,6 @@
 """`auto`: a synchronous schedule for the costs and the memory at hand, found by search (after Qi et al. 2023).
 
+Where nobody gives a number of chunks, it is the best of one chunk a rank, two placed as a V, and two interleaved.
 Every backward is split into input gradient I and weight gradient W. The result is never slower than the named methods
 of the same placement that fit the same memory, because they are among the candidates (run without overlapping F and B:
 where costs say that F&B takes less than F + B, `dualpipe-v` with overlap may be faster).
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -22,10 +24,11 @@ from penstock.core.schedule import Schedule
 from penstock.core.shape import Shape
 from penstock.errors import InputError
 from penstock.schedules.ask import Ask
-from penstock.schedules.auto.clock import peak
-from penstock.schedules.auto.instance import Instance, make_instance
+from penstock.schedules.auto.bound import bound
+from penstock.schedules.auto.clock import clock, peak
+from penstock.schedules.auto.instance import Instance, Order, make_instance
 from penstock.schedules.auto.named import named_orders, one_at_a_time, schedule_of
-from penstock.schedules.auto.search import default_effort, search
+from penstock.schedules.auto.search import ROUNDING, default_effort, search
 
 NUMBERS = ("forward", "input_grad", "weight_grad", "transfer", "weight_grad_memory")
 OPTIONS = {
@@ -36,23 +39,50 @@ OPTIONS = {
     "weight_grad_memory": "the part of a micro-batch's activations that must stay until its weight gradient (0.5)",
     "memory": "most activations on a rank, in those of one micro-batch: one number, or one a rank (no limit)",
     "costs": "ready costs instead of the numbers; memory is then in their bytes",
-    "placement": "'straight' (one chunk), 'v' (two) or 'interleaved'",
+    "placement": "'straight' (one chunk), 'v' (two) or 'interleaved'; the best is chosen where chunks are not given",
     "seed": "of the search (0): the same seed gives the same schedule",
     "effort": "how many orders to try beside the named ones (by size, at most 4000)",
 }
 
 
 def auto(ask: Ask) -> Schedule:
-    """The best schedule found for one mini-batch, repeated for all of them."""
-    placement = _placement(ask)
+    """The best schedule found for one mini-batch, repeated for all of them.
+
+    The placement is searched too where nothing fixes it: no chunks, placement, edges or ready costs.
+    """
+    fixed = {"placement", "costs"} & set(ask.options)
+    if not ask.any_chunks or fixed or ask.edges or ask.stages == 1:
+        return schedule_of(*_found(ask, _placement(ask))[1:])
+    return schedule_of(*_best(ask))
+
+
+def _best(ask: Ask) -> tuple[Shape, Order]:
+    """The fastest of one chunk a rank, two as a V, and two interleaved: of equally fast ones the first."""
+    seconds, shape, order = _found(ask, "straight")
+    for placement in ("v", "interleaved"):
+        try:
+            other = _found(replace(ask, chunks=2), placement, seconds)
+        except InputError:  # seconds of the boundaries between ranks do not say what closing the ring takes
+            continue
+        if other[0] < seconds * (1 - ROUNDING):
+            seconds, shape, order = other
+    return shape, order
+
+
+def _found(ask: Ask, placement: str, beat: float = math.inf) -> tuple[float, Shape, Order]:
+    """Seconds, shape and order of the best of one placement; not searched where nothing can be below `beat`."""
     shape = {"straight": ask.straight, "v": ask.folded, "interleaved": ask.looped}[placement]()
     costs = _costs(shape, ask.options)
     instance = make_instance(shape, costs, _memory(shape, ask.options.get("memory")))
     smallest = one_at_a_time(instance)
     _require_memory(instance, [peak(instance, codes) for codes in smallest])
     effort = _whole(ask.options, "effort", default_effort(instance), 0)
+    seed = _whole(ask.options, "seed", 0)
+    if bound(instance) >= beat:
+        return math.inf, shape, smallest
     candidates = chain(named_orders(ask, placement), [smallest])
-    return schedule_of(shape, search(instance, candidates, effort, _whole(ask.options, "seed", 0)))
+    order = search(instance, candidates, effort, seed)
+    return clock(instance, order)[0], shape, order
 
 
 def _placement(ask: Ask) -> str:

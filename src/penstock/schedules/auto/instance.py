@@ -121,7 +121,7 @@ def _carrier(shape: Shape, costs: Costs, edge: int, way: int) -> tuple[int, floa
     """Link, seconds and latency of an edge, one way: those of its slowest lane."""
     if shape.placement[shape.edges[edge][0]] == shape.placement[shape.edges[edge][1]]:
         return -1, 0.0, 0.0
-    first, last = shape.neighbours().edge_lane[edge : edge + 2]
+    first, last = shape.neighbours.edge_lane[edge : edge + 2]
     links = costs.links
     lane = int(first) + int(np.argmax((links.seconds + links.latency)[way, first:last]))
     seconds = float(links.seconds[way, lane])
