@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 from penstock.app.feed import Feed
 from penstock.errors import InputError
 from penstock.model.batch import as_call, piece, require_device, rows_of, spans
+from penstock.model.labels import Labels, Memory
 from penstock.model.loss import Loss, read_loss
+from penstock.model.mean_loss import weight_of
 from penstock.model.path import Path
 from penstock.model.seeding import mixed
 from penstock.model.split import Split
@@ -28,6 +30,7 @@ class MicroBatches:
     def __init__(self, split: Split, feed: Feed, device: torch.device, seed: int) -> None:
         self.split, self.feed, self.device, self.seed = split, feed, device, seed
         self.trained = self._trained()
+        self.memory = Memory()  # of how the loss weighs
 
     def jobs(self, inputs: Any, target: Any, cut: Cut, finish: Finish, step: int, first_number: int = 0) -> list[Job]:
         call = as_call(inputs)
@@ -35,6 +38,7 @@ class MicroBatches:
         require_device((call, target), self.device)
         stamp, every = self.feed.stamp(inputs, target), rows_of(call, target)
         cut = spans(every, cut) if isinstance(cut, int) else cut
+        labels = Labels((call, target), cut, self.memory, weight_of) if isinstance(finish, scored) else None
         jobs: list[Job] = []
         path_of = self._paths(call)
         for number, (first, last) in enumerate(cut):
@@ -45,6 +49,7 @@ class MicroBatches:
             path = path_of(args, kwargs, rows, chance)
             job = Job(first_number + number, step, args, kwargs, rows, path, ending, chance=chance)
             job.last, job.part, job.stamp, job.mates = number == len(cut) - 1, number, stamp, jobs
+            job.labels = labels
             jobs.append(job)
         return jobs
 
@@ -101,10 +106,35 @@ class _Finish:
     def __call__(self, result: Any) -> Any:
         return self.finish(result, self.target, self.rows)
 
+    def of(self, target: Any) -> _Finish:
+        """The same for another target."""
+        return replace(self, target=target)
 
-def scored(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any, int], Loss]:
+
+@dataclass(frozen=True)
+class scored:
     """A loss of the user's, as what becomes of a result."""
-    return lambda result, target, rows: read_loss(loss(result, target), rows)
+
+    loss: Callable[[Any, Any], Any]
+
+    def __call__(self, result: Any, target: Any, rows: int) -> Loss:
+        return read_loss(self.loss(result, target), rows)
+
+
+class kept_and_scored(scored):
+    """The result itself, and the loss; None for one that a step would refuse."""
+
+    def __call__(self, result: Any, target: Any, rows: int) -> Any:
+        try:
+            return result, super().__call__(result, target, rows)
+        except Exception:
+            return result, None
+
+
+def both(found: list[Any]) -> tuple[list[Any], list[Loss] | None]:
+    """Results and losses; None for losses of which one is missing."""
+    losses = [loss for _, loss in found]
+    return [result for result, _ in found], None if None in losses else losses
 
 
 def unchanged(result: Any, target: Any, rows: int) -> Any:
