@@ -93,8 +93,6 @@ class Labels:
         self, part: int, call: int, target: torch.Tensor, classes: torch.Tensor | None, ignored: int
     ) -> float | None:
         """The weight of the whole mini-batch; None where these labels are none of its tensors."""
-        if target.device.type != "cpu" and self.memory.pure:
-            return None  # not asked for, and to compare would be to wait for the device
         known = self.memory.known.get(call)
         found = [one for one in known or () if self._is(*one, part, target, ignored)]
         if not found:

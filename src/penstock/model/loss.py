@@ -62,8 +62,9 @@ def _weighed(part: Part, value: torch.Tensor, scalar: torch.Tensor, rows: int) -
         return Loss(scalar, 0.0, 0.0) if memory.pure else Loss(scalar, float(rows), float(rows))
     if calls:
         memory.pure = False
+    scalar = part.corrected(scalar)
     part.note("mean")
-    return Loss(part.corrected(scalar), float(rows), float(rows))
+    return Loss(scalar, float(rows), float(rows))
 
 
 class Total(NamedTuple):

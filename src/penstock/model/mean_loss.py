@@ -6,7 +6,8 @@ functions are met wherever they are made: in the user's loss, inside the model's
 - A loss that is the mean itself is read as (sum, weight). The weights add up; nothing need be known beforehand.
 - A loss that contains the mean beside other terms (a balance loss, a second mean) is corrected: micro-batch m's mean
   should count w_m / W in the mini-batch, and counts r_m / R by its rows, so (w_m / W * R / r_m - 1) times the mean is
-  added. What that is after the user's arithmetic, forward-mode differentiation tells. W is counted from the labels.
+  added, times its factor in the loss. That is its derivative: by the loss's graph; where there is none, by forward-mode
+  differentiation. W is counted from the labels.
 - A mean over no target at all is 0 with weight 0, where torch says NaN.
 """
 
@@ -17,8 +18,10 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -33,11 +36,13 @@ Weight = float | torch.Tensor  # a tensor where it is on an accelerator, so that
 class Call:
     """One call that was met."""
 
-    result: torch.Tensor  # as the caller has it
+    mean: torch.Tensor
+    result: torch.Tensor  # as the caller has it, who may change it
     version: int
     weight: Weight
     positions: int  # targets, ignored ones included
-    total: float | None  # the weight of the mini-batch; None where its labels are not known
+    total: Callable[[], float | None]  # the weight of the mini-batch; None where its labels are not known
+    share: Callable[[float | None], Weight]  # what the mean is to be multiplied with, by that
 
     def is_result(self, value: torch.Tensor) -> bool:
         """Whether a loss is what this call returned, unchanged."""
@@ -50,6 +55,7 @@ class Part:
     def __init__(self, labels: Labels, number: int, stage: int = 0, last: bool = True) -> None:
         self.labels, self.number, self.stage, self.last = labels, number, stage, last
         self.calls: list[Call] = []
+        self.sums: list[torch.Tensor] = []  # that the user divides by the number of targets in the mini-batch
         self.level: Any = None
         self.outer: Part | None = None
 
@@ -70,35 +76,61 @@ class Part:
     def meet(self, run: Callable[[int], torch.Tensor], target: torch.Tensor, classes: Any, ignored: int) -> Any:
         """The result of a call."""
         weight = weight_of(target, classes, ignored)
-        result = _mean(run, weight)
-        if torch.is_grad_enabled() and not result.requires_grad:
-            return result  # a number to look at
-        asks = self.last and not (isinstance(weight, float) and weight == 0)  # of nothing, every share is nothing
-        total = self.labels.total(self.number, len(self.calls), target, classes, ignored) if asks else None
-        result = self._shared(result, 1.0 if total is None else self.labels.share(self.number, weight, total))
-        self.calls.append(Call(result, result._version, weight, target.numel(), total))
+        mean = _mean(run, weight)
+        if torch.is_grad_enabled() and not mean.requires_grad:
+            return mean  # a number to look at
+        number, asks = len(self.calls), self.last and not (isinstance(weight, float) and weight == 0)
+
+        @cache
+        def total() -> float | None:
+            return self.labels.total(self.number, number, target, classes, ignored) if asks else None
+
+        def share(total: float | None) -> Weight:
+            return 1.0 if total is None else self.labels.share(self.number, weight, total)
+
+        result = mean.clone() if torch.is_grad_enabled() else self._dual(mean, lambda: share(total()))
+        self.calls.append(Call(mean, result, result._version, weight, target.numel(), total, share))
         return result
 
     def meet_sum(self, summed: torch.Tensor) -> torch.Tensor:
         """The result of a call that is to be divided by the number of targets in the whole mini-batch."""
-        return self._shared(summed, self.labels.rows / self.labels.part_rows(self.number))
+        if not torch.is_grad_enabled():
+            return self._dual(summed, self._whole)
+        self.sums.append(summed)
+        return summed.clone()
 
     def corrected(self, value: torch.Tensor) -> torch.Tensor:
         """A loss in which the means count by their weights."""
-        if self.level is None:
+        if self.level is not None:
+            primal, tangent = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
+            return primal if tangent is None else primal + tangent  # type: ignore[no-any-return]
+        if not torch.is_grad_enabled():
             return value
-        primal, tangent = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
-        return primal if tangent is None else primal + tangent  # type: ignore[no-any-return]
+        shares = [(call.mean, call.share(call.total())) for call in self.calls]
+        shares += [(summed, self._whole()) for summed in self.sums]
+        shares = [(mean, share) for mean, share in shares if not (isinstance(share, float) and share == 1.0)]
+        if not shares:
+            return value
+        factors = torch.autograd.grad(value, [mean for mean, _ in shares], retain_graph=True, allow_unused=True)
+        for (mean, share), factor in zip(shares, factors, strict=True):
+            value = value if factor is None else value + factor * (share - 1.0) * mean
+        return value
 
     def note(self, kind: str, nothing: bool = False) -> None:
         """How the micro-batch was scored: see Scored."""
-        calls = tuple((call.weight, call.total) for call in self.calls)
+        calls = tuple((call.weight, call.total() if kind == "mean" else None) for call in self.calls)
         self.labels.note(self.stage, self.number, Scored(self.labels.part_rows(self.number), kind, calls, nothing))
 
-    def _shared(self, result: torch.Tensor, share: Weight) -> torch.Tensor:
-        if (isinstance(share, float) and share == 1.0) or not self._differentiates():
-            return result
-        return forward_ad.make_dual(result.clone(), (share - 1.0) * result)  # type: ignore[no-untyped-call,no-any-return]
+    def _whole(self) -> float:
+        """The share of what is part of a sum, so that the mean over rows gives the sum."""
+        return self.labels.rows / self.labels.part_rows(self.number)
+
+    def _dual(self, mean: torch.Tensor, share: Callable[[], Weight]) -> torch.Tensor:
+        """The mean, with what it is to be corrected by."""
+        found = share() if self.last else 1.0
+        if (isinstance(found, float) and found == 1.0) or not self._differentiates():
+            return mean
+        return forward_ad.make_dual(mean.clone(), (found - 1.0) * mean)  # type: ignore[no-untyped-call,no-any-return]
 
     def _differentiates(self) -> bool:
         if self.level is None and forward_ad._current_level < 0:
@@ -127,6 +159,8 @@ def current() -> Part | None:
 
 def weight_of(target: torch.Tensor, classes: torch.Tensor | None, ignored: int) -> Weight:
     """What torch divides a sum over these targets by."""
+    if classes is None and target.device.type == "cpu":
+        return float(target.numel() - np.count_nonzero(target.numpy() == ignored))
     kept = target != ignored
     if classes is None:
         found = kept.sum()
