@@ -3,10 +3,9 @@
     python -m benchmarks.token_weights [--repetitions 15]
 
 One line a case: CPU seconds of a step of a plain loop over micro-batches (the peer, which weighs nothing), and what our
-two parts take in it, each timed by itself, as differences of steps drown in noise: the look at the batch, and the loss of
-all micro-batches as it is scored less the same without. The look's share of the step stands beside the limit, 0.5%.
-`full`: nothing is ignored. `uneven`: the micro-batches have different counts. One thread, float32, 4 micro-batches,
-medians.
+two parts take, each timed by itself, as differences of steps drown in noise: the look at the batch, whose share of the
+step stands beside the limit, 0.5%; and the loss of all micro-batches as it is scored, less the same without. `full`:
+nothing is ignored. `uneven`: micro-batches have different counts. One thread, float32, 4 micro-batches, medians.
 """
 
 from __future__ import annotations
