@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -229,6 +229,8 @@ class Stage:
         return goes_by_labels(every)
 
     def _loss(self, job: Job, received: Values) -> Any:
+        """Of other labels, so what stages have in common for theirs is no use."""
+        job = replace(job, passage=replace(job.passage, common={}))
         return self._run(job, received)[1]
 
     def _finished(self, job: Job, result: Any) -> Any:
