@@ -1,9 +1,11 @@
 """The first step's loss against the whole batch's: what is wrong with how a batch is cut shows there.
 
 Compared in eval mode, in which neither dropout nor batch normalisation makes other results of other batches. Three
-values: over the micro-batches; of their results put together; and of the whole batch, run at once.
+losses: over the micro-batches; of their results put together; and of the whole batch, run at once.
 
-- The first two differ: the loss is a mean over something else than rows. It must return (sum, weight).
+- The first two differ: the loss is a mean over something else than rows. Gradients by the results are compared, as
+  untrained models have much the same loss everywhere. Where each micro-batch's gradient is only too long or too short,
+  weights are hidden, and the loss is refused: it must return (sum, weight).
 - The last differs from them, though nothing is random: rows are not the first dimension, or layers mix them. A scalar
   in the result may be a balance loss, which may do so; but where it is the loss itself, it hides its weights as above.
 """
@@ -11,29 +13,34 @@ values: over the micro-batches; of their results put together; and of the whole 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from penstock.errors import InputError
 from penstock.model import tree
 from penstock.model.batch import join, piece, spans
-from penstock.model.loss import read_loss, total_of
+from penstock.model.labels import Labels, Memory
+from penstock.model.loss import Loss, read_loss, total_of
+from penstock.model.mean_loss import Part, weight_of
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the loss; lower precisions: 1e-2
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the loss, or its gradient; lower precisions: 1e-2
 
 LossFunction = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The results of a batch, of its micro-batches and at once."""
+    """The results of a batch, of its micro-batches and at once; and the micro-batches' losses."""
 
     loss: LossFunction
+    inputs: Any
     target: Any
     rows: int
     parts: list[Any]
+    losses: list[Loss] | None  # None where a step would refuse them
     whole: Any
 
     def hidden(self) -> tuple[float, float] | None:
@@ -41,38 +48,62 @@ class Compared:
         value = self._tried(self.whole)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             return None
-        mean = self._mean()
-        together = value if self._inside(value) else self._together()
-        return None if mean is None or together is None or not self._apart(together, mean) else (float(together), mean)
+        scalars = self._scalars()
+        if any(torch.equal(scalar, value) for scalar in scalars):
+            mean = None if self.losses is None or len(scalars) > 1 else total_of(self.losses).mean
+            return None if mean is None or not self._apart(value, mean) else (float(value), mean)
+        return self._outside()
 
     def coupled(self) -> tuple[float, float] | None:
         """The same two, where the model makes another result of a row when others are beside it."""
-        scalars = any(t.dim() == 0 and t.is_floating_point() for t in tree.tensors(self.whole))
-        whole, mean = None if scalars else self._scored([self.whole], [(0, self.rows)]), self._mean()
-        return (whole, mean) if whole is not None and mean is not None and self._apart(whole, mean) else None
+        if self._scalars():
+            return None
+        whole, found = self._tried(self.whole), self._mean(self.parts)
+        if found is None or whole is None:
+            return None
+        at_once, mean = total_of([read_loss(whole, self.rows)]).mean, total_of(found).mean
+        return (at_once, mean) if self._apart(at_once, mean) else None
 
-    def _mean(self) -> float | None:
-        return self._scored(self.parts, spans(self.rows, len(self.parts)))
+    def _outside(self) -> tuple[float, float] | None:
+        """The same two of a loss that is computed from the model's result."""
+        parts = [tree.replace(part, _leaf) for part in self.parts]
+        with torch.enable_grad():
+            try:
+                together = self.loss(join(parts, [last - first for first, last in self._cuts()]), self.target)
+            except Exception:
+                return None  # results that no rows can be seen in, or too large as a whole
+            found = self._mean(parts)
+            if found is None or not isinstance(together, torch.Tensor) or together.numel() != 1:
+                return None
+            weight = sum(float(one.weight) for one in found)
+            mean = torch.stack([one.value * (one.times / weight) for one in found]).sum()
+            if not (together.requires_grad and mean.requires_grad):
+                return (float(together), float(mean)) if self._apart(together, mean) else None
+            wanted, got = _gradients(together, parts), _gradients(mean, parts)
+        if not _differ(torch.cat(wanted), torch.cat(got), self._rough()):
+            return None
+        if all(_parallel(one, other, self._rough()) for one, other in zip(wanted, got, strict=True)):
+            _refuse_weights(wanted, got)
+        return float(together), float(mean)
 
-    def _scored(self, results: list[Any], cuts: list[tuple[int, int]]) -> float | None:
-        """The mean loss of some results, as a step would find it; None where a step would refuse it."""
+    def _mean(self, results: list[Any]) -> list[Loss] | None:
+        """The losses of micro-batches' results, as a step would find them; None where a step would refuse them."""
+        labels, found = Labels((self.inputs, self.target), self._cuts(), Memory(), weight_of), []
         try:
-            values = [self.loss(r, piece(self.target, *cut, self.rows)) for r, cut in zip(results, cuts, strict=True)]
-            return total_of([read_loss(v, last - first) for v, (first, last) in zip(values, cuts, strict=True)]).mean
+            for number, (result, (first, last)) in enumerate(zip(results, self._cuts(), strict=True)):
+                with Part(labels, number):
+                    value = self.loss(result, piece(self.target, first, last, self.rows))
+                    found.append(read_loss(value, last - first))
         except Exception:
             return None
+        return found if sum(float(one.weight) for one in found) > 0 else None
 
-    def _together(self) -> Any:
-        try:
-            result = join(self.parts, [last - first for first, last in spans(self.rows, len(self.parts))])
-        except Exception:
-            return None  # results that no rows can be seen in
-        return self._tried(result)
+    def _cuts(self) -> list[tuple[int, int]]:
+        return spans(self.rows, len(self.parts))
 
-    def _inside(self, value: torch.Tensor) -> bool:
-        """Whether the model computed its loss itself. One of several scalars may be a balance loss."""
-        scalars = [t for t in tree.tensors(self.whole) if t.dim() == 0 and t.is_floating_point()]
-        return len(scalars) == 1 and bool(torch.equal(scalars[0], value))
+    def _scalars(self) -> list[torch.Tensor]:
+        """Losses that the model computed itself, perhaps: its own, a balance loss."""
+        return [t for t in tree.tensors(self.whole) if t.dim() == 0 and t.is_floating_point()]
 
     def _tried(self, result: Any) -> Any:
         try:
@@ -80,10 +111,47 @@ class Compared:
         except Exception:
             return None  # not to be had in eval mode, or too large as a whole: nothing to compare with
 
-    def _apart(self, a: Any, b: Any) -> bool:
+    def _rough(self) -> float:
         found = [t for t in tree.tensors(self.whole) if t.is_floating_point()]
-        rough = max((TOLERANCE.get(t.dtype, 1e-2) for t in found), default=1e-4)
-        return abs(float(a) - float(b)) > rough * max(abs(float(a)), abs(float(b)), 1e-6)
+        return max((TOLERANCE.get(t.dtype, 1e-2) for t in found), default=1e-4)
+
+    def _apart(self, a: Any, b: Any) -> bool:
+        return abs(float(a) - float(b)) > self._rough() * max(abs(float(a)), abs(float(b)), 1e-6)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _gradients(total: torch.Tensor, parts: list[Any]) -> list[torch.Tensor]:
+    """The gradient by each micro-batch's result, as one row of numbers."""
+    leaves = [[t for t in tree.tensors(part) if t.requires_grad] for part in parts]
+    every = [leaf for some in leaves for leaf in some]
+    found: Iterator[torch.Tensor] = iter(torch.autograd.grad(total, every, allow_unused=True, materialize_grads=True))
+    return [torch.cat([_numbers(next(found)) for _ in some]) for some in leaves]
+
+
+def _numbers(gradient: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten().double()
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor, rough: float) -> bool:
+    return bool((one - other).norm() > rough * max(one.norm(), other.norm()))
+
+
+def _parallel(one: torch.Tensor, other: torch.Tensor, rough: float) -> bool:
+    square = float(other.dot(other))
+    return not _differ(one, other * (float(one.dot(other)) / square if square else 0.0), rough)
+
+
+def _refuse_weights(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> None:
+    shares = [float(one.norm() / max(float(other.norm()), 1e-300)) for one, other in zip(wanted, got, strict=True)]
+    raise InputError(
+        "a loss that is a mean over rows, or (sum, weight)",
+        "a mean that weighs rows differently: in the whole batch's, micro-batches count "
+        f"{', '.join(f'{share:.3g}' for share in shares[:8])}{' ...' if len(shares) > 8 else ''} times their rows",
+        "return (sum, weight) from the loss",
+    )
 
 
 def warn_hidden(whole: float, mean: float, parts: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from penstock.app.feed import Feed
 from penstock.app.inputs import taken_by
 from penstock.errors import InputError
 from penstock.model.batch import as_call, piece, require_device, rows_of, spans
+from penstock.model.labels import Labels, Memory
 from penstock.model.loss import Loss, read_loss
+from penstock.model.mean_loss import weight_of
 from penstock.model.path import Path
 from penstock.model.seeding import mixed
 from penstock.model.split import Split
@@ -29,6 +31,7 @@ class MicroBatches:
     def __init__(self, split: Split, feed: Feed, device: torch.device, seed: int) -> None:
         self.split, self.feed, self.device, self.seed = split, feed, device, seed
         self.trained = self._trained()
+        self.memory = Memory()  # of how the loss weighs
 
     def jobs(self, inputs: Any, target: Any, cut: Cut, finish: Finish, step: int, first_number: int = 0) -> list[Job]:
         call = as_call(inputs)
@@ -37,6 +40,7 @@ class MicroBatches:
         stamp, every = self.feed.stamp(inputs, target), rows_of(call, target)
         parts = cut if isinstance(cut, int) else len(cut)
         cut = spans(every, min(cut, every)) if isinstance(cut, int) else cut
+        labels = Labels((call, target), cut, self.memory, weight_of) if isinstance(finish, scored) else None
         jobs: list[Job] = []
         path_of = self._paths(call)
         for number, (first, last) in enumerate(cut):
@@ -48,6 +52,7 @@ class MicroBatches:
                 path = path_of(args, kwargs, rows, chance)
             job = Job(first_number + number, step, args, kwargs, rows, path, ending, chance=chance)
             job.last, job.part, job.stamp, job.mates = number == len(cut) - 1, number, stamp, jobs
+            job.labels = labels
             jobs.append(job)
         for number in range(len(cut), parts):  # the schedule has places for them, in which then nothing is done
             job = Job(first_number + number, step, (), {}, 0, jobs[0].path, _no_result)
@@ -108,15 +113,14 @@ class _Finish:
     def __call__(self, result: Any) -> Any:
         return self.finish(result, self.target, self.rows)
 
+    def of(self, target: Any) -> _Finish:
+        """The same for another target."""
+        return replace(self, target=target)
+
 
 def _no_result(result: Any) -> Any:
     """Nothing becomes of a micro-batch without rows: no stage runs it."""
     raise AssertionError("a micro-batch without rows was run")
-
-
-def scored(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any, int], Loss]:
-    """A loss of the user's, as what becomes of a result."""
-    return lambda result, target, rows: read_loss(called(loss, result, target), rows)
 
 
 def called(loss: Callable[[Any, Any], Any], result: Any, target: Any) -> Any:
@@ -131,6 +135,32 @@ def called(loss: Callable[[Any, Any], Any], result: Any, target: Any) -> Any:
             f"None, which it answers with {type(error).__name__}: {error}",
             "give one, pipe.step(inputs, target) or a loader of (inputs, target); a loss may also go by result alone",
         ) from error
+
+
+@dataclass(frozen=True)
+class scored:
+    """A loss of the user's, as what becomes of a result."""
+
+    loss: Callable[[Any, Any], Any]
+
+    def __call__(self, result: Any, target: Any, rows: int) -> Loss:
+        return read_loss(called(self.loss, result, target), rows)
+
+
+class kept_and_scored(scored):
+    """The result itself, and the loss; None for one that a step would refuse."""
+
+    def __call__(self, result: Any, target: Any, rows: int) -> Any:
+        try:
+            return result, super().__call__(result, target, rows)
+        except Exception:
+            return result, None
+
+
+def both(found: list[Any]) -> tuple[list[Any], list[Loss] | None]:
+    """Results and losses; None for losses of which one is missing."""
+    losses = [loss for _, loss in found]
+    return [result for result, _ in found], None if None in losses else losses
 
 
 def unchanged(result: Any, target: Any, rows: int) -> Any:

@@ -18,9 +18,10 @@ from torch import nn
 from penstock.app.assemble import Assembled, assemble
 from penstock.app.crew import require_agreement
 from penstock.app.equip import SETTLED, Equipped, choose, describe, equip
-from penstock.app.first_loss import Compared, warn_coupled, warn_hidden
 from penstock.app.gathered import gathered, gathered_run, timeline_here
 from penstock.app.inputs import input_gradients
+from penstock.app.label_counts import Uneven
+from penstock.app.loss_checks import LossChecks, in_eval_mode
 from penstock.app.measured import Measured
 from penstock.app.micro_batches import Cut, Finish, MicroBatches, scored, unchanged
 from penstock.app.optimize import Update
@@ -37,14 +38,12 @@ from penstock.engine.inline import InlineEngine
 from penstock.engine.stream import InlineStream, WorkerStream
 from penstock.engine.worker import Worker
 from penstock.errors import InputError
-from penstock.model import tree
 from penstock.model.batch import ApartError, as_call, join, piece, rows_of, spans, uneven_spans
 from penstock.model.chain import Chain
 from penstock.model.loss import Total, total_of
 from penstock.model.replay import PathChangedError
 from penstock.model.seeding import mixed, random_states_kept
 from penstock.model.stage import Job
-from penstock.model.untouched import untouched
 from penstock.model.walk import watching
 from penstock.schedules.options import TrainingOptions
 from penstock.schedules.registry import OPTIONS
@@ -126,6 +125,7 @@ class Pipeline:
         self.crew, self.stages, self.optimizers = self.floor.crew, self.floor.stages, self.floor.optimizers
         self.settings, self.device = self.floor.settings, self.floor.settings[0].device
         self.micro_batches = MicroBatches(self.split, self.feed, self.device, self.wanted.seed)
+        self.checks = LossChecks(self)
         self._take_up(parts.equipped)
 
     def _take_up(self, equipped: Equipped) -> None:
@@ -147,11 +147,12 @@ class Pipeline:
         if self.stream is not None:
             return self.stream.step(inputs, target)
         inputs, target = self.feed.one(inputs, target)
+        self.check(inputs, target)
         with torch.enable_grad(), input_gradients(inputs, self.crew.alone) as scaled:
             found = self._again(lambda: self._run(self._jobs(inputs, target, self.microbatches, scored(loss))))
             scaled.by = self.optimizers.unit / (found.weight * self.optimizers.scale)
         if self.index == 0 and self.verify:
-            self._compare_loss(loss, inputs, target)
+            self.checks.first_batch(loss, inputs, target)
         update = self._updated(found)
         self.index += 1
         return Step(self.index - 1, found.mean, update.updated, update.norm)
@@ -219,9 +220,11 @@ class Pipeline:
         """The mean loss over a loader, in eval mode, without gradients."""
         self.settle()
         loss, total, weight = self._require_loss(), 0.0, 0.0
-        with _in_eval_mode(self.model), torch.no_grad():
+        with in_eval_mode(self.model), torch.no_grad():
             for batch in self.feed.each(loader):
-                found = total_of(self._forward(*self.feed.one(*batch), scored(loss)))
+                inputs, target = self.feed.one(*batch)
+                self.check(inputs, target)
+                found = total_of(self._forward(inputs, target, scored(loss)))
                 total, weight = total + found.total, weight + found.weight
         total, weight = self.crew.tell([total, weight])
         if not weight:
@@ -401,7 +404,11 @@ class Pipeline:
     def compare_first(self, inputs: Any, target: Any) -> None:
         """Before anything is trained: the batch's loss against that of its micro-batches."""
         if self.index == 0 and self.verify:
-            self._compare_loss(self._require_loss(), inputs, target)
+            self.checks.first_batch(self._require_loss(), inputs, target)
+
+    def check(self, inputs: Any, target: Any, flowing: bool = False) -> list[Uneven]:
+        """Before a batch is scored: whether the loss tells how it weighs it. See LossChecks for what is returned."""
+        return self.checks.every_batch(self._require_loss(), inputs, target, flowing) if self.verify else []
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -419,63 +426,6 @@ class Pipeline:
                 "one inside a mini-batch" + (", whose accumulation is not finished" if self.optimizers.steps else ""),
                 "switch when the step is over",
             )
-
-    def _compare_loss(self, loss: LossFunction, inputs: Any, target: Any) -> None:
-        """On the first step only, before its update: see first_loss."""
-        rows, last = rows_of(as_call(inputs), target), self.crew.world.rank == self.crew.last
-        # A layer that changes numbers in eval mode too, or keeps them: the user's step must find them as they were.
-        with (
-            untouched(self.model, self.split.first.trace.generators, self.split.first.trace.written),
-            _in_eval_mode(self.model),
-            torch.no_grad(),
-            self.settings[0].autocast(),
-        ):
-            counts = (min(self.microbatches, rows), 1)
-            parts, whole = (self._results(inputs, target, count, 0) for count in counts)
-            if parts is None or whole is None:
-                return
-            found = Compared(loss, target, rows, parts, whole[0])
-            hidden = found.hidden() if last else None
-            if hidden is not None:
-                warn_hidden(*hidden, self.microbatches)
-            mixes = last and hidden is None and not self.split.first.trace.draws  # else other draws make other results
-            coupled = found.coupled() if mixes else None
-            if self.crew.tell(coupled) is None:
-                return
-            again = self._results(inputs, target, 1, 1)  # with other random numbers
-            if again is not None and coupled is not None and _same(again[0], whole[0]):
-                warn_coupled(*coupled, self.microbatches)
-
-    def _results(self, inputs: Any, target: Any, parts: int, step: int) -> list[Any] | None:
-        """The model's results for so many micro-batches; None if they cannot be had."""
-        try:
-            jobs = self._jobs(inputs, target, parts, unchanged, step)
-        except Exception:  # a model that cannot be run so, without gradients: every rank finds the same
-            return None
-        try:
-            with random_states_kept(self.device):
-                return self.engine.forward(jobs)
-        except Exception:
-            if self.crew.alone:
-                return None
-            raise
-
-
-def _same(a: Any, b: Any) -> bool:
-    pairs_of = zip(tree.tensors(a), tree.tensors(b), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs_of)
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Each module gets its own mode back: some are kept in eval mode while the model trains."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 __all__ = ["Pipeline", "Step"]

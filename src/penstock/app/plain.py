@@ -21,6 +21,10 @@ from torch import Tensor
 from penstock.app.advance import advance, update
 from penstock.app.task import Task
 from penstock.engine.mark import Mark
+from penstock.model.batch import spans
+from penstock.model.labels import Labels, Memory
+from penstock.model.loss import read_loss
+from penstock.model.mean_loss import Part, weight_of
 
 LONGEST = 15.0  # seconds to spend on one timing
 
@@ -32,6 +36,7 @@ class Plain:
         section = task.config.pipeline
         self.model, self.loss = task.model(), task.loss
         self.parts, self.clip = section.microbatches, section.clip
+        self.memory = Memory()
         named = dict(self.model.named_parameters())
         self.optimizer = task.optimizer(list(named), list(named.values()))
         self.scheduler = task.scheduler(self.optimizer) if task.scheduler else None
@@ -62,11 +67,12 @@ class Plain:
     def _parts(self, inputs: Any, target: Any) -> Iterator[tuple[Tensor, float]]:
         """Each micro-batch's summed loss, and what the sum is to be divided by."""
         rows = _rows(inputs)
+        labels = Labels((inputs, target), spans(rows, self.parts), self.memory, weight_of)
         for part in range(self.parts):
             first, last = rows * part // self.parts, rows * (part + 1) // self.parts
-            found = self._scored(_cut(inputs, first, last), _cut(target, first, last))
-            summed, share = found if isinstance(found, tuple) else (found * (last - first), last - first)
-            yield summed.float() if summed.dtype in (torch.float16, torch.bfloat16) else summed, float(share)
+            with Part(labels, part):
+                found = read_loss(self._scored(_cut(inputs, first, last), _cut(target, first, last)), last - first)
+            yield found.value * found.times, float(found.weight)
 
     def _scored(self, inputs: Any, target: Any) -> Any:
         with torch.autocast("cpu", dtype=self.kind) if self.kind else nullcontext():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.errors import InputError
+from penstock.model.mean_loss import Part, current
 
 _PACKED = struct.Struct("<2d")
 
@@ -30,13 +31,40 @@ class Loss(NamedTuple):
 
 
 def read_loss(value: Any, rows: int) -> Loss:
-    """Understand what the user's loss returned for a micro-batch of so many rows."""
+    """Understand what the user's loss returned for a micro-batch of so many rows.
+
+    While a micro-batch is scored (see mean_loss), means that torch divides by counted targets have their weights.
+    """
+    part = current()
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise InputError("a loss to be a mean, or (sum, weight)", f"{len(value)} values", "return one or two")
         total, weight = value
+        if part is not None:
+            part.note("sum")
         return Loss(_scalar(total, "the sum of (sum, weight)"), _weight(weight))
-    return Loss(_scalar(value, "a loss"), float(rows), float(rows))
+    scalar = _scalar(value, "a loss")
+    return Loss(scalar, float(rows), float(rows)) if part is None else _weighed(part, value, scalar, rows)
+
+
+def _weighed(part: Part, value: torch.Tensor, scalar: torch.Tensor, rows: int) -> Loss:
+    """The loss of a micro-batch in which means over counted targets may have been called."""
+    memory, calls = part.labels.memory, part.calls
+    if len(calls) == 1 and calls[0].is_result(value):
+        memory.pure = True
+        part.note("pure")
+        weight = memory.in_units(calls[0].weight, calls[0].positions, rows)
+        return Loss(scalar, weight, weight) if isinstance(weight, float) else Loss(scalar * weight, weight)
+    if (
+        not calls and float(scalar.detach()) == 0
+    ):  # of a micro-batch that has nothing to score, as far as anyone can tell
+        part.note("pure" if memory.pure else "mean", nothing=True)
+        return Loss(scalar, 0.0, 0.0) if memory.pure else Loss(scalar, float(rows), float(rows))
+    if calls:
+        memory.pure = False
+    scalar = part.corrected(scalar)
+    part.note("mean")
+    return Loss(scalar, float(rows), float(rows))
 
 
 class Total(NamedTuple):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.model.additive import goes_by_labels, gradient_of
 from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
+from penstock.model.labels import Labels
 from penstock.model.loss import Loss
+from penstock.model.mean_loss import Part, safe_means
 from penstock.model.offload import Offload, saving, to_device, to_host
 from penstock.model.own_loss import next_node, own_loss
 from penstock.model.passage import Passage
@@ -66,10 +69,21 @@ class Job:
     chance: int = 0  # what random numbers between the model's modules depend on
     words: Words = field(default_factory=Words)
     mates: Sequence[Job] = ()  # the micro-batches of its mini-batch, itself included
+    labels: Labels | None = None  # of its mini-batch, where it is to be scored
+    questions: list[Question] = field(default_factory=list)
 
     @property
     def batch_rows(self) -> int:
         return sum(mate.rows for mate in self.mates)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Whether the loss of a micro-batch goes by its labels: the same micro-batch with some others. The answer is what
+    becomes of the micro-batch itself; or, if somebody is to be told, it goes on when he has been."""
+
+    others: list[Job]
+    told: Callable[[bool | None], None] | None = None
 
 
 @dataclass
@@ -120,6 +134,11 @@ class Stage:
 
     def forward(self, job: Job, received: Values, split_backward: bool = False) -> tuple[Values, Any]:
         """Run a micro-batch; returns what later stages need, and on the last stage what the job made of the result."""
+        for question in job.questions if self.last else ():
+            found = self._looked_at(question, received)
+            if question.told is None:
+                return {}, found
+            question.told(found)
         if not torch.is_grad_enabled():
             return self._run(job, received)
         if self._runs_again(job):
@@ -143,7 +162,8 @@ class Stage:
         if graph.queue is not None:
             self.queues[job.number] = graph.queue
         if roots:
-            with deferring(graph.queue) if graph.queue is not None else _NOTHING, self._own_parts():
+            safe = safe_means() if graph.loss is not None else _NOTHING
+            with deferring(graph.queue) if graph.queue is not None else _NOTHING, self._own_parts(), safe:
                 _run_backward(tuple(root for root, _ in roots), tuple(gradient for _, gradient in roots))
         return {value: leaf.grad for value, leaf in graph.leaves.items() if leaf.grad is not None}
 
@@ -196,6 +216,23 @@ class Stage:
         history = {value: tensor for value, tensor in made.items() if tensor.requires_grad}
         return _Graph(leaves, history, result if isinstance(result, Loss) else None, queue), made, result
 
+    def _looked_at(self, question: Question, received: Values) -> bool | None:
+        """Whether the loss goes by its labels: see additive. None where it cannot be had for others."""
+        state = self._state(question.others[0])
+        try:
+            with self.norms.looking_away(), state.as_they_were(state.save()):
+                every = [
+                    gradient_of(functools.partial(self._loss, o), received, self.parameters) for o in question.others
+                ]
+        except Exception:
+            return None
+        return goes_by_labels(every)
+
+    def _loss(self, job: Job, received: Values) -> Any:
+        """Of other labels, so what stages have in common for theirs is no use."""
+        job = replace(job, passage=replace(job.passage, common={}))
+        return self._run(job, received)[1]
+
     def _finished(self, job: Job, result: Any) -> Any:
         since, self.since = self.since, None
         if since is None:
@@ -217,11 +254,14 @@ class Stage:
         if job.step >= 0:  # else with random numbers as they come
             seed_all(mixed(self.settings.seed, job.step, self.index, job.part), self.settings.device)
         defer = contextlib.nullcontext if queue is None else functools.partial(deferring, queue)
-        with self.settings.autocast(), self.norms.forward(self.index, job.step):
+        with self.settings.autocast(), self.norms.forward(self.index, job.step), self._scoring(job):
             made, result = self.split.run(
                 job.path, self.index, fed, job.passage, job.args, job.kwargs, defer, job.chance
             )
             return made, self._finished(job, result) if self.last else None
+
+    def _scoring(self, job: Job) -> contextlib.AbstractContextManager[Any]:
+        return _NOTHING if job.labels is None else Part(job.labels, job.part, self.index, self.last)
 
     def _saving(self, job: Job) -> contextlib.AbstractContextManager[Any]:
         if self.reweigh is not None:
