@@ -121,7 +121,7 @@ def _joined(
     owned = {at: split.parameters(at) for at in crew.here}
     optimizers = Optimizers(
         owned, wanted.optimizer, wanted.lr_scheduler, wanted.clip, wanted.accumulate, wanted.precision == "fp16",
-        crew.world.gather, ties,
+        crew.world, ties,
     )  # fmt: skip
     # Last, when nothing is left to refuse: from here on weights may move.
     swap = Swap([used[at] if Offload.WEIGHTS in settings[at].offload else [] for at in range(split.pieces)], device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from penstock.app.config import as_arguments
@@ -53,6 +54,10 @@ def _optimizer(good: Good) -> Iterator[Fault]:
 
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     given = {key.removeprefix("optimizer."): value for key, value in good.items() if key.startswith("optimizer.")}
+    faults = [*_not_finite("optimizer", given)]  # which torch's own classes mostly take
+    yield from faults
+    if faults:
+        return
     scheduler = given.pop("scheduler", None)
     made = yield from _made("optimizer", given, torch.optim, torch.optim.Optimizer, [weight], OPTIMIZERS, NOT_IN_FILES)
     home = torch.optim.lr_scheduler
@@ -66,6 +71,15 @@ def _optimizer(good: Good) -> Iterator[Fault]:
         if most is not None and steps and steps > most:  # torch itself says so, after that many
             expected = f"at least training.steps, {steps}"
             yield Fault("optimizer.scheduler.total_steps", expected, str(most), "enlarge it, or lower training.steps")
+
+
+def _not_finite(path: str, given: Good) -> Iterator[Fault]:
+    for key, value in given.items():
+        numbers = [part for part in (value if isinstance(value, list) else [value]) if isinstance(part, float)]
+        if isinstance(value, dict):
+            yield from _not_finite(f"{path}.{key}", value)
+        elif not all(map(isfinite, numbers)):
+            yield Fault(f"{path}.{key}", "finite numbers", shown(value))
 
 
 def _nameless(path: str, given: Good, home: Any, base: type) -> Iterator[Fault]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.core.shape import Shape
 from penstock.engine.alone import Alone
+from penstock.engine.renewal import begin_pipeline
 from penstock.engine.transport.lane import Message
 from penstock.engine.transport.packet import from_bytes, to_bytes
 from penstock.engine.world import World, join
@@ -87,6 +88,7 @@ def muster(shape: Shape, timeout: float) -> Crew:
     if world is None or world.size == 1:
         return Crew(Alone(), (0,) * shape.stages)
     world.watch.timeout = timeout
+    begin_pipeline(world)
     if world.size != shape.ranks:
         raise InputError(
             f"{shape.ranks} processes for a pipeline of {shape.ranks} ranks",

@@ -13,14 +13,23 @@ import torch
 from torch import nn
 
 from penstock.app.advance import advance, update
+from penstock.app.gradients import (
+    Fault,
+    Gradients,
+    all_finite,
+    gradient_fault,
+    rate_fault,
+    refusal,
+    require_finite_settings,
+    values_of,
+)
+from penstock.engine.alone import Alone
 from penstock.engine.ties import Ties
+from penstock.engine.world import World
 from penstock.errors import InputError
 from penstock.model.loss import Total
 
 GROW_AFTER = 2000  # updates without an overflow after which the fp16 scale doubles, as torch's own scaler does
-
-
-Gradients = dict[nn.Parameter, torch.Tensor]
 
 
 class Update(NamedTuple):
@@ -34,7 +43,7 @@ class Optimizers:
     """The optimizers of all stages, and what must be agreed between them before any of them steps.
 
     A step's gradients are gathered apart from what `.grad` held before: that is nobody's to divide, and it must be
-    there again if the step fails. `owned` are the parameters of the stages that this process runs; `gather` asks all.
+    there again if the step fails. `owned` are the parameters of the stages that this process runs.
     """
 
     def __init__(
@@ -45,7 +54,7 @@ class Optimizers:
         clip: float | None,
         accumulate: int,
         fp16: bool,
-        gather: Callable[[bytes], list[bytes]],
+        world: World | Alone,
         ties: Ties,
     ) -> None:
         if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
@@ -55,7 +64,7 @@ class Optimizers:
         self.owned = {at: list(stage.values()) for at, stage in owned.items()}
         self.names = {parameter: name for stage in owned.values() for name, parameter in stage.items()}
         self.parameters = list(self.names)
-        self.make, self.gather, self.ties = make, gather, ties
+        self.make, self.world, self.ties = make, world, ties
         self.optimizers = {at: made(make, stage) for at, stage in owned.items() if stage} if make else {}
         self.schedulers = (
             [_scheduler(make_scheduler, optimizer) for optimizer in self.optimizers.values()] if make_scheduler else []
@@ -65,6 +74,7 @@ class Optimizers:
         self.turn: Callable[[int], None] = lambda stage: None  # told whose weights are needed next
         self.scale = 2.0**16 if fp16 else 1.0
         self.good = 0  # updates since the scale changed
+        self.updating: int | None = None  # the stage whose update is under way, or has failed
         self.fresh: Gradients = {}
         self.sums: Gradients = {}  # not yet divided
         self.weight, self.steps, self.unit = 0.0, 0, 1.0
@@ -91,8 +101,12 @@ class Optimizers:
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 _give(parameter, gradient)
 
-    def finish(self, found: Total) -> Update:
-        """Take in one step's gradients and, when enough have come, update."""
+    def finish(self, found: Total, step: int) -> Update:
+        """Take in one step's gradients and, when enough have come, update. All ranks refuse what is not finite."""
+        if self.accumulate > 1 and not self.fp16 and self.make is not None:
+            fresh, self.fresh = self.fresh, {}
+            self._require_finite(fresh, step)  # before it gets among the sums of other steps
+            self.fresh = fresh
         for parameter, gradient in self.fresh.items():
             known = self.sums.get(parameter)
             self.sums[parameter] = gradient if known is None else known.add_(gradient)
@@ -103,7 +117,7 @@ class Optimizers:
             return Update(False)
         gradients = self._divided()
         norm = self._norm(gradients)
-        usable = self._agreed(norm)
+        usable = self._usable(gradients, norm, step)
         if self.make is None:
             for parameter, gradient in gradients.items() if usable else ():
                 _give(parameter, gradient)
@@ -142,24 +156,48 @@ class Optimizers:
     def _total_norm(self, names: list[str], every: list[torch.Tensor]) -> float:
         """Over all ranks: each tensor's norm by its name, added in one order, so that all find the same bits."""
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(every)]).tolist() if every else []
-        parts = self.gather(json.dumps(dict(zip(names, norms, strict=True))).encode())
+        parts = self.world.gather(json.dumps(dict(zip(names, norms, strict=True))).encode())
         found = {name: norm for part in parts for name, norm in json.loads(part).items()}
         return float(torch.linalg.vector_norm(torch.tensor([found[n] for n in sorted(found)], dtype=torch.float64)))
 
-    def _agreed(self, norm: float | None) -> bool:
-        """Whether the gradients of all stages are finite; under fp16 the scale adapts to the answer."""
-        if norm is None or isfinite(norm):
-            self.good += 1
-            if self.fp16 and self.good % GROW_AFTER == 0:
-                self.scale *= 2
-            return True
-        if self.fp16:
+    def _usable(self, gradients: Gradients, norm: float | None, step: int) -> bool:
+        """Whether the gradients of all stages are finite; under fp16 the scale adapts to the answer, and else they have
+        to be."""
+        if norm is not None and not isfinite(norm):
+            if not self.fp16:
+                raise self._refusal(self._fault(gradients), step, norm)
+            require_scale(self.scale, step)
             self.scale, self.good = self.scale / 2, 0
             return False
-        raise InputError("finite gradients", norm, "lower the learning rate, or look at the batch that gave them")
+        if self.make is not None:
+            self._require_finite({} if norm is not None else gradients, step)
+        self.good += 1
+        if self.fp16 and self.good % GROW_AFTER == 0:
+            self.scale *= 2
+        return True
+
+    def _require_finite(self, gradients: Gradients, step: int) -> None:
+        """Before anything of an update is applied, on any rank."""
+        fault = self._fault(gradients)
+        if not self.world.all_well(not fault):
+            raise self._refusal(fault, step)
+
+    def _fault(self, gradients: Gradients) -> Fault:
+        """What is wrong with the first stage here that cannot be updated."""
+        faults = [rate_fault(optimizer, stage) for stage, optimizer in self.optimizers.items()]
+        if not all_finite(gradients):
+            for stage, owned in self.owned.items():
+                mine = {parameter: gradients[parameter] for parameter in owned if parameter in gradients}
+                faults.append(gradient_fault(mine, self.names, stage))
+        return next((fault for fault in faults if fault), {})
+
+    def _refusal(self, fault: Fault, step: int, norm: float | None = None) -> InputError:
+        """The same error on all ranks: every one of them has to call."""
+        return refusal([json.loads(part) for part in self.world.gather(json.dumps(fault).encode())], step, norm)
 
     def _update(self, gradients: Gradients, loss: float) -> None:
         for stage, optimizer in self.optimizers.items():
+            self.updating = stage
             self.turn(stage)
             for parameter in self.owned[stage]:
                 parameter.grad = gradients.get(parameter)
@@ -169,6 +207,7 @@ class Optimizers:
         self.ties.spread()
         for scheduler in self.schedulers:
             advance(scheduler, loss)
+        self.updating = None
 
 
 def _give(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
@@ -176,13 +215,14 @@ def _give(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
     parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
-def values_of(gradients: Gradients, parameter: nn.Parameter) -> torch.Tensor:
-    """The numbers of a gradient: of a sparse one, those that are there, each row once."""
-    gradient = gradients[parameter]
-    if not gradient.is_sparse:
-        return gradient
-    gradients[parameter] = gradient.coalesce()
-    return gradients[parameter]._values()
+def require_scale(scale: float, step: int) -> None:
+    """Refuse gradients that overflow though fp16's scale has come down to 1: infinities are its ordinary business, but
+    those are the model's own."""
+    if scale <= 1:
+        came = f"some that are not at a scale of 1, at step {step}"
+        raise InputError(
+            "gradients that are finite under fp16 at some scale", came, "use bf16, or look for what is nan"
+        )
 
 
 def made(make: Callable[..., torch.optim.Optimizer], owned: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -209,6 +249,7 @@ def made(make: Callable[..., torch.optim.Optimizer], owned: dict[str, nn.Paramet
             f"{len(foreign)} that are not the stage's",
             "build it from the argument: optimizer=lambda params: AdamW(params)",
         )
+    require_finite_settings(optimizer)
     return optimizer
 
 
@@ -220,6 +261,7 @@ def _scheduler(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.op
             type(scheduler).__name__,
             "give a function: lr_scheduler=lambda optimizer: CosineAnnealingLR(optimizer, 100)",
         )
+    require_finite_settings(optimizer)
     return scheduler
 
 

@@ -19,6 +19,7 @@ from penstock.app.assemble import Assembled, assemble
 from penstock.app.crew import require_agreement
 from penstock.app.equip import SETTLED, Equipped, choose, describe, equip
 from penstock.app.gathered import gathered, gathered_run, timeline_here
+from penstock.app.health import Health
 from penstock.app.inputs import input_gradients
 from penstock.app.label_counts import Uneven
 from penstock.app.loss_checks import LossChecks, in_eval_mode
@@ -123,6 +124,7 @@ class Pipeline:
         self.model, self.split, self.floor, self.feed = parts.split.model, parts.split, parts.floor, parts.feed
         self.norms, self.buffers = parts.norms, parts.buffers
         self.crew, self.stages, self.optimizers = self.floor.crew, self.floor.stages, self.floor.optimizers
+        self.health = Health(self.crew)
         self.settings, self.device = self.floor.settings, self.floor.settings[0].device
         self.micro_batches = MicroBatches(self.split, self.feed, self.device, self.wanted.seed)
         self.checks = LossChecks(self)
@@ -144,6 +146,7 @@ class Pipeline:
         `inputs` are a tensor, a tuple of arguments, or a dict of keywords, whose labels may be among them.
         """
         loss = self._require_loss()
+        self.health.require()
         if self.stream is not None:
             return self.stream.step(inputs, target)
         inputs, target = self.feed.one(inputs, target)
@@ -166,6 +169,7 @@ class Pipeline:
         loop has the rest of the batches trained by the new schedule.
         """
         self._require_loss()
+        self.health.require()
         batches = self.feed.each(loader)
         while True:
             stream = self.stream
@@ -212,6 +216,7 @@ class Pipeline:
                 "one inside a mini-batch",
                 "call it when the step is over",
             )
+        self.health.require()
         if self.stream is not None:
             self.stream.drain()
 
@@ -271,6 +276,8 @@ class Pipeline:
         """Take up the training where `path` was saved, by whatever stages; every rank has to call."""
         from penstock.app import checkpoint
 
+        if self.crew.alone:  # which makes up for whatever has failed
+            self.health.why = ""
         self.settle()
         checkpoint.load(self, path)
 
@@ -308,10 +315,11 @@ class Pipeline:
         for job in jobs:
             job.root = root
         self.norms.forget()
-        before = self.buffers.save()
+        before = self.before = self.buffers.save()
         try:
             with random_states_kept(self.device), self.norms, self.optimizers.gathering(), self.busy():
-                found = self.engine.run(jobs)
+                with self.health.of_run():
+                    found = self.engine.run(jobs)
                 found.require_usable()
         except BaseException:
             self.engine.drop()
@@ -325,7 +333,12 @@ class Pipeline:
         assert not isinstance(clock, RunClock)
         if clock is not None:
             clock.tick()
-        update = self.optimizers.finish(found)
+        try:
+            with self.health.of_update(self.optimizers):
+                update = self.optimizers.finish(found, self.index)
+        except BaseException:
+            self.buffers.restore(self.before)
+            raise
         self.norms.move()
         if clock is not None:
             clock.tick()
@@ -376,8 +389,12 @@ class Pipeline:
         rows = rows_of(as_call(inputs), target)
         cut = cut or spans(rows, min(self.microbatches, rows))
         with random_states_kept(self.device):
-            results: list[Any] = self._again(lambda: self.engine.forward(self._jobs(inputs, target, cut, finish)))
+            results: list[Any] = self._again(lambda: self._through(self._jobs(inputs, target, cut, finish)))
         return results if self.crew.world.rank == self.crew.last else []
+
+    def _through(self, jobs: list[Job]) -> list[Any]:
+        with self.health.of_run():
+            return self.engine.forward(jobs)
 
     def _example_result(self, inputs: Any, first: int, last: int) -> Any:
         """The structure of the model's result for such inputs, as their first micro-batch has it."""

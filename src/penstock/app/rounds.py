@@ -18,14 +18,15 @@ import torch
 from torch import nn
 
 from penstock.app.advance import advance, update
-from penstock.app.optimize import GROW_AFTER, Gradients, Optimizers, values_of
+from penstock.app.gradients import Gradients, gradient_fault, rate_fault, refusal, values_of
+from penstock.app.optimize import GROW_AFTER, Optimizers, require_scale
 from penstock.core.shape import Law
 from penstock.engine.tie_groups import TieMail
 from penstock.engine.weights import Weights
-from penstock.errors import InputError
 from penstock.model.loss import Total
 from penstock.model.stage import Job, Stage
 
+KEPT = 4  # norms of rounds before: all that stages behind the first may still wait for, where a run is broken off
 Rate = Callable[[int, int], float]  # of a stage, at an update: what its learning rate is multiplied with
 
 
@@ -75,7 +76,8 @@ class Rounds:
         """A forward is about to run: what waits for its version is done now."""
         words, first = job.words, job.part == 0
         if stage.index == 0 and first:
-            words.agreed = self.norms.pop(version - 1, words.agreed)
+            words.agreed = self.norms.get(version - 1, words.agreed)
+            self.norms = {number: norm for number, norm in self.norms.items() if number >= version - 1 - KEPT}
         if (stage.index, version) in self.waiting:
             self._apply(stage, self.waiting.pop((stage.index, version)), words.agreed)
         if first:  # all of a mini-batch go by one scale
@@ -129,6 +131,10 @@ class Rounds:
             mine = self.waiting.pop((stage.index, version))
             self._apply(stage, mine, sqrt(mine.squares))
 
+    def forget_after(self, number: int) -> None:
+        """The run ends before that round, of which some stages have gradients already."""
+        self.waiting = {place: mine for place, mine in self.waiting.items() if mine.number < number}
+
     def rescale(self, overflows: Iterable[float]) -> None:
         """After a drain: overflows of which no forward came to tell, of all stages."""
         self.overflows = {}
@@ -150,6 +156,8 @@ class Rounds:
         elif self.optimizers.clip is not None and mine.gradients:
             every = [values_of(mine.gradients, parameter) for parameter in mine.gradients]
             torch._foreach_mul_(every, min(1.0, self.optimizers.clip / (norm + 1e-6)))
+        if usable:
+            self._require_finite(stage, mine)
         with self._rated(stage.index, mine.step), self.weights.updating(stage.index):
             if usable:
                 self._step(stage.index, mine)
@@ -195,11 +203,21 @@ class Rounds:
 
     def _refused(self, stage: Stage, mine: Round, norm: float) -> None:
         if not self.optimizers.fp16:
-            raise InputError("finite gradients", norm, "lower the learning rate, or look at the batch that gave them")
+            raise refusal([gradient_fault(mine.gradients, self.optimizers.names, stage.index)], mine.step, norm)
+        require_scale(mine.scale, mine.step)
         if not self.agreeing:
             self.overflows[stage.index] = _least(mine.scale, self.overflows.get(stage.index, 0.0))
         elif stage.index == self.last:
             self._heard(mine.scale)
+
+    def _require_finite(self, stage: Stage, mine: Round) -> None:
+        """Before anything of the update is applied. Other stages may have made theirs: nobody flushes here."""
+        optimizer = self.optimizers.optimizers.get(stage.index)
+        fault = {} if optimizer is None else rate_fault(optimizer, stage.index)
+        if not fault and not self.measured:
+            fault = gradient_fault(mine.gradients, self.optimizers.names, stage.index)
+        if fault:
+            raise refusal([fault], mine.step)
 
     def _heard(self, scale: float) -> None:
         """Gradients have overflowed under a scale. If it has come down since, nobody knows yet of the lower one."""

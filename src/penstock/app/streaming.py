@@ -44,7 +44,7 @@ class Stream:
         self.batches: dict[int, Batch] = {}  # in flight, by their number in the run
         self.fed = 0
         self.finished: deque[Step] = deque()
-        self.flowing = False
+        self.flowing = self.draining = False
         self.before: list[torch.Tensor | None] = []
         self.watching = watching()
         self.turn: object = None  # whose loop is under way
@@ -95,6 +95,7 @@ class Stream:
             with self.engine.leaving(self.fed):
                 self._require_same_end()
             self.engine.weights.total = self.fed * self.endless.shape.microbatches
+            self.draining = True
             self.engine.run([self.endless.rest(slot, self.passes, self.fed) for slot in self.engine.slots])
             self._meet()
         self._clocked()
@@ -125,6 +126,28 @@ class Stream:
         if self.turn is mine:
             self.turn = None
             self.drain()
+
+    def _caught_up(self, error: BaseException) -> bool:
+        """Whether all stages have come to one version: that of the mini-batches before the one that failed."""
+        assert isinstance(self.engine, InlineStream)
+        number, left = self.engine.unfinished()
+        weights = self.engine.weights
+        if not isinstance(error, Exception) or any(held.versions.newest > number for held in weights.every()):
+            return False
+        if not self.draining:
+            for slot, mine in enumerate(left):
+                mine += self.endless.rest(slot, self.passes + 1, self.fed)
+        weights.total = number * self.endless.shape.microbatches
+        rows = [[row for row in mine if self.engine.mini_batch(row) < number] for mine in left]
+        try:
+            with torch.enable_grad(), random_states_kept(self.pipe.device), self.pipe.norms, self.pipe.busy():
+                self.engine.run(rows)
+                self.rounds.forget_after(number)
+                self._meet()
+        except Exception:  # another one, of a mini-batch before: the first tells the user what is wrong
+            return False
+        self._finish(number)
+        return True
 
     def _require_same_end(self) -> None:
         """Refuse ranks that leave their loops at different points."""
@@ -203,7 +226,8 @@ class Stream:
         self.before = [parameter.grad for parameter in pipe.optimizers.parameters]
         for parameter in pipe.optimizers.parameters:
             parameter.grad = None
-        self.flowing, self.passes, self.fed = True, 0, 0
+        self.kept = pipe.buffers.save()
+        self.flowing, self.draining, self.passes, self.fed = True, False, 0, 0
         self.watching.__enter__()  # once for all passes: entering it takes as long as a small stage
         self.rounds.begin()
         self.engine.begin()
@@ -236,8 +260,18 @@ class Stream:
         try:
             with torch.enable_grad(), random_states_kept(self.pipe.device), self.pipe.norms, self.pipe.busy():
                 yield
-        except BaseException:
-            self.engine.drop()
-            self._stop()
-            self.turn = None
+        except BaseException as error:
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Where no stage has an update yet, all is as it was; else all stages get those of the mini-batches before the
+        one that failed. If that cannot be, some have an update that others lack."""
+        moved = any(held.versions.newest for held in self.engine.weights.every())
+        if not self.pipe.crew.alone or (moved and not self._caught_up(error)):
+            self.pipe.health.break_off(error, moved)
+        if not moved:
+            self.pipe.buffers.restore(self.kept)
+        self.engine.drop()
+        self._stop()
+        self.turn = None

@@ -12,6 +12,9 @@ class Alone:
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
 
+    def all_well(self, well: bool) -> bool:
+        return well
+
     def broadcast(self, data: bytes | None, source: int) -> bytes:
         assert data is not None
         return data

@@ -144,23 +144,35 @@ class InlineStream(Streaming):
         super().__init__(endless, stages, weights, updates)
         self.clocks = clocks
         self.slots = tuple(range(endless.shape.slots))
+        self.rows: list[list[Row]] = []
+        self.at: list[int] = []  # by slot, the row that comes next
+        self.slot = 0  # that runs
         self.sent: set[tuple[int, int, int]] = set()  # stages from and to, and micro-batch
 
     def run(self, rows: list[list[Row]]) -> None:
-        at = [0] * len(rows)
+        self.rows, self.at = rows, [0] * len(rows)
         with watching():
             moved = True
             while moved:
                 moved = False
-                for slot, mine in enumerate(rows):
-                    clock = self.clocks[slot] if self.clocks else None
+                for self.slot, mine in enumerate(rows):
+                    clock = self.clocks[self.slot] if self.clocks else None
                     if clock is not None:
                         clock.begin()
-                    while at[slot] < len(mine) and self._did(mine[at[slot]]):
-                        at[slot] += 1
+                    while self.at[self.slot] < len(mine) and self._did(mine[self.at[self.slot]]):
+                        self.at[self.slot] += 1
                         moved = True
                         if clock is not None:
                             clock.tick()
+
+    def unfinished(self) -> tuple[int, list[list[Row]]]:
+        """After a failure: the mini-batch that failed, and what is left of the rows of every slot."""
+        failed = self.rows[self.slot][self.at[self.slot]]
+        return self.mini_batch(failed), [mine[at:] for mine, at in zip(self.rows, self.at, strict=True)]
+
+    def mini_batch(self, row: Row) -> int:
+        """Whose row it is; an update makes the version behind its mini-batch's."""
+        return row.version - 1 if row.op > Op.RECV_B else row.microbatch // self.endless.shape.microbatches
 
     def _did(self, row: Row) -> bool:
         if row.op <= Op.FB:

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 from penstock.engine.host import LOOPBACK, identity, interface_to
 from penstock.engine.meeting import Announcement, Place, connect, meet, patiently, place
 from penstock.engine.rows import HEAD, SHORT, Rows, data_of, length
+from penstock.engine.votes import Votes
 from penstock.engine.watch.board import EVERYBODY, GATHER
 from penstock.engine.watch.hooks import install
 from penstock.engine.watch.parent import follow_parent
@@ -41,6 +42,18 @@ class World:
     group: dist.ProcessGroup
     watch: Watch
     rows: Rows
+    pipelines: int = 0  # that this rank has begun to make
+
+    def __post_init__(self) -> None:
+        self.renewed()
+
+    def renewed(self) -> None:
+        """The ranks have joined, at first or anew."""
+        self.votes = Votes(self.watch, self.size, self.gather)
+
+    def all_well(self, well: bool) -> bool:
+        """Whether all ranks say that all is well. Every rank has to call, and none goes on before all have."""
+        return self.votes.all_well(well)
 
     def gather(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, in the order of the ranks. Every rank has to call; the sizes may differ."""

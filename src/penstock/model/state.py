@@ -1,4 +1,4 @@
-"""What modules keep between forwards: buffers, counters, lists, moving averages, generators. To be saved and put back.
+"""What modules keep between forwards: buffers, counters, lists, averages, generators, hooks. To be saved and put back.
 
 Tensors are saved as copies, made once for each version of theirs: saving what has not changed costs a look. But torch
 moves the running averages of a batch norm without counting a version, so whatever could be one is copied each time.
@@ -16,6 +16,7 @@ from torch import nn
 from penstock.errors import SplitError
 from penstock.model.fakes import is_fake
 from penstock.model.holders import OWN, PLAIN, Kind, is_record, kind_of, same
+from penstock.model.saved_hooks import Hooks, SavedHooks
 
 LARGE = 2**26  # bytes; of larger tensors no copy is kept, unless they are seen to change
 LONG = 10_000  # entries; longer containers are looked at no more when a step has left them as they were
@@ -42,6 +43,7 @@ class Saved(NamedTuple):
 
     held: list[_Held]
     tensors: list[_Copy]
+    hooks: SavedHooks
 
 
 class Copies:
@@ -84,6 +86,7 @@ class State:
         self.modules = list({id(module): module for module in modules}.values())
         self.more = list(more)  # generators that belong to no module
         self.copies = Copies() if copies is None else copies
+        self.hooks = Hooks(self.modules)
 
     def save(self) -> Saved:
         found = _Found(self.copies)
@@ -93,10 +96,11 @@ class State:
                 found.reach(module, DEEP)
         for thing in self.more:
             found.reach(thing, DEEP)
-        return Saved(found.held, found.tensors)
+        return Saved(found.held, found.tensors, self.hooks.save())
 
     def restore(self, before: Saved) -> None:
         """Undo every change since."""
+        self.hooks.restore(before.hooks)
         for held in before.held:
             _put(held)
         with torch.no_grad():
@@ -112,9 +116,11 @@ class State:
         old = _old_tensors(before)
         for holder, kind, (keys, values) in before.held:
             _put(_Held(holder, kind, (keys, [old.get(id(value), value) for value in values] if old else values)))
+        self.hooks.restore(before.hooks)
         try:
             yield
         finally:
+            self.hooks.restore(today.hooks)
             for held in today.held:
                 _put(held)
 

@@ -49,6 +49,7 @@ class Slot(IntEnum):
     FED = 12  # a place in a run without a flush: see `place`
     LEAVING = 13  # the place where it ends that run; 0 while it does not
     KINDS = 14  # the first of `RECENT`: number and kind of the last collectives
+    VOTES = 22  # the first of two: number of a question to all ranks, and the answer
 
 
 _ROW = struct.Struct(f"={Slot.BEAT - Slot.OP}q")  # a row, since when, and that it does not wait
@@ -97,6 +98,13 @@ class Board:
     @property
     def row(self) -> str:
         return _in_words(self.page)
+
+    def forget(self) -> None:
+        """After a failure: back to a run in which nobody has met yet."""
+        self.outside()
+        for slot in (Slot.FED, Slot.LEAVING, Slot.COLLECTIVES, *range(Slot.KINDS, Slot.VOTES + 2)):
+            self.page[slot] = 0
+        self.page[Slot.STATE] = State.RUNNING
 
     def beat(self) -> None:
         self.page[Slot.BEAT] = monotonic_ns()

@@ -14,11 +14,17 @@ LIMIT = 48_000  # bytes of a told failure: what a board has room for
 
 @dataclass(frozen=True)
 class Failure:
-    """`rank` is the one at fault; `line` is one line for every rank; `silent` are ranks that give no sign of life."""
+    """`rank` is the one at fault; `line` is one line for every rank; `silent` are ranks that give no sign of life.
+
+    `mendable`: an exception, which the scripts may catch on all ranks, to make another pipeline. `renewal`: in the run
+    as it was joined anew for that pipeline; 0 at first.
+    """
 
     rank: int
     line: str
     silent: tuple[int, ...] = ()
+    mendable: bool = False
+    renewal: int = 0
 
     def encode(self) -> bytes:
         short = self.line if len(self.line) < LIMIT // 8 else self.line[: LIMIT // 8] + " ..."
@@ -27,7 +33,8 @@ class Failure:
     @staticmethod
     def decode(data: bytes) -> Failure:
         told = json.loads(data)
-        return Failure(int(told["rank"]), str(told["line"]), tuple(int(rank) for rank in told["silent"]))
+        silent = tuple(int(rank) for rank in told["silent"])
+        return Failure(int(told["rank"]), str(told["line"]), silent, bool(told["mendable"]), int(told["renewal"]))
 
 
 def full_traceback(error: BaseException) -> str:

@@ -30,6 +30,7 @@ def install(watch: Watch, part: Callable[[], None]) -> None:
             before(kind, error, trace)  # the user's own way to show it
             watch.shown = error
         watch.failed(error)
+        watch.uncaught()
         if error is watch.shown:
             return
         if not isinstance(error, (PenstockError, KeyboardInterrupt)):

@@ -36,6 +36,9 @@ FAR_NEWS = 2.2  # the same where it may have to come from another host
 SAME = "every rank has to leave, evaluate, save and switch at the same record"
 
 
+TOGETHER = "every rank has to make the same pipelines, and the same calls to each"
+
+
 def _left(rank: int) -> str:
     return f"rank {rank} has left its training loop, or evaluates, saves or switches in it"
 
@@ -54,7 +57,9 @@ class Watch:
         self.pages: dict[int, Page] = {}  # of the other ranks of this host
         self.pids: dict[int, int] = {}
         self.failure: Failure | None = None
+        self.renewal = 0  # of the run: failures of one before are over
         self.learned_at = 0.0
+        self.leaving_at: float | None = None  # when an exception was found that nobody catches
         self.news = threading.Event()
         self.raised = self.printed = self.ended = False
         self.code = 1  # with which a rank of a run that failed ends
@@ -129,7 +134,8 @@ class Watch:
         with self.lock:
             if self.failure is not None:
                 return  # a consequence
-            failure = Failure(self.rank, f"rank {self.rank} {self._how(error)}{self._place()}: {one_line(error)}")
+            line = f"rank {self.rank} {self._how(error)}{self._place()}: {one_line(error)}"
+            failure = Failure(self.rank, line, (), self._mendable(error), self.renewal)
             if error is not self.shown and not isinstance(error, KeyboardInterrupt):
                 say(full_traceback(error))
             say(f"{failure.line}\n")
@@ -139,12 +145,46 @@ class Watch:
             self._declare(failure)
         leave_for_torchrun(error)
 
+    def uncaught(self) -> None:
+        """An exception ends this process: whoever waits for it to go on learns that it will not."""
+        with self.lock:
+            self.leaving_at = self.leaving_at or monotonic()
+            if self.failure is not None and self.failure.mendable and self.failure.rank == self.rank and self.courier:
+                self.courier.tell(self.failure)
+
+    # -- another pipeline ---------------------------------------------------------------------------------------------
+
+    def is_over(self, rank: int) -> bool:
+        """Whether a rank has ended, in whatever way."""
+        return self._has_ended(rank) or (self.monitor is not None and rank in self.monitor.gone)
+
+    def require_hope(self) -> None:
+        """Raise if what has failed cannot be mended."""
+        if self.failure is not None and not self.failure.mendable:
+            raise self._error(self.failure)
+
+    def left_behind(self, rank: int) -> None:
+        """This rank makes another pipeline, where that one still goes on with the last."""
+        line = f"rank {self.rank} has left its pipeline and makes another, but rank {rank} goes on with it: {TOGETHER}"
+        self._declare(Failure(self.rank, line, (), self._mendable(None), self.renewal))
+
+    def renew(self, renewal: int) -> None:
+        """All ranks have come to make another pipeline: what has failed before is over."""
+        with self.lock:
+            self.failure, self.renewal, self.shown, self.code = None, renewal, None, 1
+            self.raised = self.printed = False
+            self.done_since.clear()
+            self.news.clear()
+        for rank in self.monitor.gone if self.monitor is not None else ():
+            self.died(rank)
+
     # -- what the monitor and the courier tell ------------------------------------------------------------------------
 
     def learn(self, failure: Failure) -> None:
         """Another rank, or this one, has found that the run has to end."""
         with self.lock:
-            if self.failure is None and not self.ended:
+            of_this_run = not failure.mendable or failure.renewal == self.renewal
+            if self.failure is None and not self.ended and of_this_run:
                 self.failure, self.learned_at = failure, monotonic()
                 self.news.set()
 
@@ -165,7 +205,16 @@ class Watch:
 
     def overdue(self) -> None:
         """The main thread has had its time to end."""
-        if self.failure is not None and monotonic() - self.learned_at > (LAST if self.raised else GRACE):
+        failure, since = self.failure, self.learned_at
+        if failure is None:
+            return
+        if failure.mendable:  # the scripts may have caught it, and go on
+            if self.leaving_at is None and self.monitor is not None and failure.rank in self.monitor.gone:
+                self.leaving_at = monotonic()
+            if self.leaving_at is None:
+                return
+            since = max(since, self.leaving_at)
+        if monotonic() - since > (LAST if self.raised else GRACE):
             self.end(1)
 
     def end(self, code: int) -> None:
@@ -201,8 +250,13 @@ class Watch:
                 return
             self.learn(failure)
             self.board.tell(failure.encode())
-            if self.courier is not None:
+            if self.courier is not None and not failure.mendable:
                 self.courier.tell(failure)
+
+    def _mendable(self, error: BaseException | None) -> bool:
+        """Whether the run can be joined anew afterwards. Ranks of several hosts are started again instead."""
+        one_host = self.courier is not None and not self.courier.far
+        return one_host and (error is None or isinstance(error, Exception))
 
     def _error(self, failure: Failure) -> RankError:
         self.raised = True
