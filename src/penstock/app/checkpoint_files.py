@@ -7,7 +7,6 @@ run code. Ours is in the JSON file, and has what torch's has not: a checksum of 
 from __future__ import annotations
 
 import json
-import os
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.app.crew import raw
 from penstock.app.plain_values import dtype_of
+from penstock.app.unfinished import sync
 from penstock.errors import FormatError
 
 FACTS = "penstock.json"
@@ -167,15 +167,6 @@ def read_tensors(directory: Path, records: Records) -> dict[str, torch.Tensor]:
             if zlib.crc32(raw(found[name])) != record.crc:
                 raise _damaged(directory / file, f"{name} as it was written", "other values: its checksum differs")
     return found
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or what a directory lists, is on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _metadata(records: Records) -> Metadata:

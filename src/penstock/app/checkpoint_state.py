@@ -20,7 +20,9 @@ from penstock.app.checkpoint_drift import drift_of, take_drift, wanted_drift
 from penstock.app.checkpoint_files import Records
 from penstock.app.checkpoint_groups import fitting, scheduler_of, settings_of, told_groups
 from penstock.app.checkpoint_random import random_states, set_random_states
+from penstock.app.model_names import buffers_of, refuse_extra_state, tied_names
 from penstock.app.plain_values import read, written
+from penstock.app.pretrained import pretrained_files
 from penstock.app.state import homes
 from penstock.errors import InputError
 
@@ -33,10 +35,10 @@ Facts = dict[str, Any]
 
 def tensors_of(pipe: Pipeline) -> Tensors:
     """What this rank has to write."""
-    _refuse_extra_state(pipe.model)
+    refuse_extra_state(pipe.model)
     home, rank, names = homes(pipe.crew, pipe.split), pipe.crew.world.rank, pipe.optimizers.names
     found = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
-    found |= {f"model.{name}": buffer for name, buffer in _buffers(pipe.model) if home[name] == rank}
+    found |= {f"model.{name}": buffer for name, buffer in buffers_of(pipe.model) if home[name] == rank}
     for name, key, value in _kept(pipe):
         if isinstance(value, torch.Tensor):
             found[f"optimizer.{name}.{key}"] = value.detach()
@@ -62,6 +64,8 @@ def facts_of(pipe: Pipeline) -> Facts:
                 "microbatches": pipe.microbatches,
             },
             "torch": torch.__version__,
+            "tied": tied_names(pipe.model),
+            "pretrained": pretrained_files(pipe.model),
             "scale": optimizers.scale if optimizers.fp16 else None,
             "good": optimizers.good,
             "since": None if pipe.stream is None else pipe.stream.rounds.since,
@@ -97,13 +101,13 @@ class Loading:
         self.step = int(facts["step"])
         self.random = facts["random"]
         self.parameters = {name: p for name, p in pipe.model.named_parameters() if not p.is_meta}
-        self.buffers = {name: buffer for name, buffer in _buffers(pipe.model) if not buffer.is_meta}
+        self.buffers = {name: buffer for name, buffer in buffers_of(pipe.model) if not buffer.is_meta}
         self.optimizers: dict[int, Any] = {}
         self.schedulers: list[Any] = []
 
     def wanted(self) -> Records:
         """What this rank has to read, when the checkpoint is known to fit."""
-        _refuse_extra_state(self.pipe.model)
+        refuse_extra_state(self.pipe.model)
         _require_same_model(self.pipe.model, self.records)
         _require_same_kinds(_kinds(self.pipe), self.facts["optimizer"])
         names = [f"model.{name}" for name in (*self.parameters, *self.buffers)]
@@ -178,14 +182,6 @@ def _kept(pipe: Pipeline) -> Iterator[tuple[str, str, Any]]:
                 yield pipe.optimizers.names[parameter], str(key), value
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that a state dict has."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}" if prefix else key, buffer
-
-
 def _kinds(pipe: Pipeline) -> Facts | None:
     """Which optimizer and which LR scheduler; None on a rank that has neither."""
     if not pipe.optimizers.optimizers:
@@ -198,19 +194,9 @@ def _kinds(pipe: Pipeline) -> Facts | None:
     }
 
 
-def _refuse_extra_state(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise InputError(
-                "a model whose state is parameters and buffers",
-                f"extra state of its own in {name or 'the model itself'}",
-                "keep it in a buffer",
-            )
-
-
 def _require_same_model(model: nn.Module, records: Records) -> None:
     """All names and shapes that differ, in one message."""
-    mine = {f"model.{name}": t for name, t in (*model.named_parameters(), *_buffers(model))}
+    mine = {f"model.{name}": t for name, t in (*model.named_parameters(), *buffers_of(model))}
     theirs = {name: record for name, record in records.items() if name.startswith("model.")}
     faults = [f"missing {_short(name)}" for name in mine if name not in theirs]
     faults += [f"unknown {_short(name)}" for name in theirs if name not in mine]

@@ -11,12 +11,12 @@ from io import TextIOWrapper
 
 import typer
 
-from penstock.cli import clusters, estimating, planning, profiling, schedules, training
+from penstock.cli import clusters, estimating, planning, profiling, schedules, training, weights
 from penstock.cli.app import app
 from penstock.errors import PenstockError
 from penstock.interrupt import ending_amid_imports
 
-__all__ = ["app", "clusters", "estimating", "main", "planning", "profiling", "schedules", "training"]
+__all__ = ["app", "clusters", "estimating", "main", "planning", "profiling", "schedules", "training", "weights"]
 
 
 def main() -> None:
