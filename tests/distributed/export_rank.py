@@ -32,10 +32,11 @@ RANK = int(os.environ.get("RANK", "0"))
 WIDTH, LAYERS = 1024, 8  # a stage of `big`: so many layers of 4 MiB
 
 
-def big(stages: int) -> Pipeline:
+def big(stages: int, load: str | None = None, seed: int = 0) -> Pipeline:
+    torch.manual_seed(seed + RANK)
     with weightless():
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(stages * LAYERS)))
-    return Pipeline(model, example=torch.zeros(1, WIDTH), stages=stages, microbatches=1, verify=False)
+    return Pipeline(model, example=torch.zeros(1, WIDTH), stages=stages, microbatches=1, verify=False, load=load)
 
 
 def growth(act) -> int:
@@ -54,7 +55,7 @@ def status(name: str) -> int:
 def main(out: str, stages: str, options: str, *actions: str) -> None:
     torch.set_num_threads(1)
     given = json.loads(options)
-    pipe = big(int(stages)) if given.pop("big", False) else gpt(int(stages), **given)
+    pipe = big(int(stages), **given) if given.pop("big", False) else gpt(int(stages), **given)
     said: dict[str, list] = {"losses": [], "errors": [], "peaks": []}
     print(f"rank {RANK} begins as {os.getpid()}", flush=True)
     for action in actions:

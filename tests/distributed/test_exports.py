@@ -84,6 +84,14 @@ def test_no_ranks_memory_grows_with_the_whole_model(tmp_path):
         assert importing < 2 * stage + spare < model
 
 
+def test_a_weightless_model_is_filled_from_a_file(tmp_path):
+    first, second = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
+    workers(tmp_path / "2", 2, f"export:{first}", big=True)
+    workers(tmp_path / "3", 2, f"export:{second}", big=True, load=str(first), seed=7)
+    assert first.read_bytes() == second.read_bytes()
+    assert len({tensor.sum().item() for tensor in load_file(first).values()}) == 2 * LAYERS  # no two are alike
+
+
 @pytest.mark.parametrize("where", ["1,pwrite,3", "0,pwrite,3", "0,rename,1"])
 def test_a_killed_export_leaves_no_file_under_the_name(where, tmp_path):
     path, out = tmp_path / "a.safetensors", tmp_path / "out"
