@@ -371,7 +371,7 @@ class TestDamaged:
 
     def test_facts_that_are_missing(self, torn):
         self.rewrite(torn, lambda facts: facts.pop("random"))
-        self.refused(torn, "copy", "random")
+        self.refused(torn, "penstock.json", "random")
 
     def rewrite(self, path, change):
         """As a stranger might, with the right checksum."""

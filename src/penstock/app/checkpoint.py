@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.app.checkpoint_files import Record, read_facts, read_tensors, write_facts, write_tensors
+from penstock.app.checkpoint_files import WRONG, Record, read_facts, read_tensors, write_facts, write_tensors
 from penstock.app.checkpoint_state import Loading, facts_of, merged, tensors_of
 from penstock.app.together import patient, same_path, together
 from penstock.app.unfinished import Unfinished, clean, require_nothing_at, write_new
@@ -20,6 +20,8 @@ from penstock.errors import FormatError, InputError
 
 if TYPE_CHECKING:
     from penstock.app.pipeline import Pipeline
+
+T = TypeVar("T")
 
 
 def save(pipe: Pipeline, path: str | os.PathLike[str]) -> None:
@@ -43,7 +45,13 @@ def load(pipe: Pipeline, path: str | os.PathLike[str]) -> None:
     found: list[Loading] = []
     with patient(crew):
         together(crew, trying, lambda: found.append(_read(pipe, directory)))
-        found[0].finish()
+        loading = found[0]
+        try:
+            together(crew, trying, lambda: _checked(directory, loading.take))
+        except BaseException:
+            loading.undo()
+            raise
+        loading.finish()
 
 
 def _try(folder: Path, wanted: Callable[[str], bool]) -> None:
@@ -76,11 +84,21 @@ def _end(directory: Path, parts: list[dict[str, Any]]) -> None:
 def _read(pipe: Pipeline, directory: Path) -> Loading:
     """Everything that this rank needs, read and found to fit."""
     facts, records = read_facts(directory)
-    try:
+
+    def prepared() -> Loading:
         loading = Loading(pipe, facts, records)
         loading.prepare(read_tensors(directory, loading.wanted()))
-    except (LookupError, TypeError) as error:
-        raise FormatError(
-            str(directory), "a checkpoint", f"{type(error).__name__}: {error}", "use another one"
-        ) from error
-    return loading
+        return loading
+
+    return _checked(directory, prepared)
+
+
+def _checked(directory: Path, act: Callable[[], T]) -> T:
+    """Whatever a pipeline's parts say of values that do not suit them is said of the checkpoint."""
+    try:
+        return act()
+    except InputError:
+        raise
+    except WRONG as error:
+        came = f"{type(error).__name__}: {error}"
+        raise FormatError(str(directory), "a checkpoint", came, "it is damaged: use another one") from error

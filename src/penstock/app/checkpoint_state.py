@@ -10,7 +10,7 @@ All else is told in plain values. A weight that several stages use is written by
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from penstock.app.checkpoint_drift import drift_of, take_drift, wanted_drift
 from penstock.app.checkpoint_files import Records
-from penstock.app.checkpoint_groups import fitting, scheduler_of, settings_of, told_groups
+from penstock.app.checkpoint_groups import before, fitting, scheduler_of, settings_of, told_groups
 from penstock.app.checkpoint_random import random_states, set_random_states
 from penstock.app.model_names import buffers_of, refuse_extra_state, tied_names
 from penstock.app.plain_values import read, written
@@ -100,10 +100,12 @@ class Loading:
         self.pipe, self.facts, self.records = pipe, facts, records
         self.step = int(facts["step"])
         self.random = facts["random"]
+        self.same_torch = facts["torch"] == torch.__version__
         self.parameters = {name: p for name, p in pipe.model.named_parameters() if not p.is_meta}
         self.buffers = {name: buffer for name, buffer in buffers_of(pipe.model) if not buffer.is_meta}
         self.optimizers: dict[int, Any] = {}
         self.schedulers: list[Any] = []
+        self.before: list[Callable[[], None]] = []
 
     def wanted(self) -> Records:
         """What this rank has to read, when the checkpoint is known to fit."""
@@ -127,21 +129,33 @@ class Loading:
             state = {place: self._state(parts.names[parameter]) for place, parameter in enumerate(order)}
             self.optimizers[at] = {
                 "state": {place: kept for place, kept in state.items() if kept},
-                "param_groups": settings_of(optimizer, found),
+                "param_groups": settings_of(optimizer, found, self.same_torch),
             }
             if parts.schedulers:
-                self.schedulers.append(scheduler_of(parts.schedulers[len(self.schedulers)], found))
+                scheduler = parts.schedulers[len(self.schedulers)]
+                self.schedulers.append(scheduler_of(scheduler, found, self.same_torch))
 
-    def finish(self) -> None:
-        with torch.no_grad():
-            for name, mine in (*self.parameters.items(), *self.buffers.items()):
-                mine.copy_(self.tensors[f"model.{name}"])
+    def take(self) -> None:
+        """What optimizers and LR schedulers look at for themselves, and may refuse: `undo` has them as before."""
         parts = self.pipe.optimizers
+        self.before = [before(optimizer) for optimizer in parts.optimizers.values()]
+        self.before += [before(scheduler) for scheduler in parts.schedulers]
         for at, state in self.optimizers.items():
             parts.turn(at)  # the state has to be where the weights are when they are updated
             parts.optimizers[at].load_state_dict(state)
         for scheduler, state in zip(parts.schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(state)
+
+    def undo(self) -> None:
+        for restore in self.before:
+            restore()
+
+    def finish(self) -> None:
+        """The rest, of which nothing can be refused any more."""
+        with torch.no_grad():
+            for name, mine in (*self.parameters.items(), *self.buffers.items()):
+                mine.copy_(self.tensors[f"model.{name}"])
+        parts = self.pipe.optimizers
         if parts.make is not None:
             self._take_accumulated()
         take_drift(self.pipe, self.tensors)
