@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 Path = tuple[str | int, ...]
@@ -16,20 +17,21 @@ OTHERS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def damages(value: Any) -> Iterator[tuple[str, Any]]:
-    """What was done, and the damaged copy."""
+def damages(value: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What is done, and what makes the damaged copy."""
     for path in _places(value, ()):
         if path:
-            yield f"{_shown(path)} taken away", _without(value, path)
+            yield f"{_shown(path)} taken away", partial(_without, value, path)
         here = _at(value, path)
-        for other in (*OTHERS, [here], {"a": here}, [here, here]):
-            if not _same(other, here):
-                yield f"{_shown(path)} is {str(other)[:60]}", _with(value, path, other)
+        others: list[tuple[str, Any]] = [(f"is {str(other)[:60]}", other) for other in OTHERS]
+        others += [("in a list", [here]), ("in a table", {"a": here}), ("twice in a list", [here, here])]
         if isinstance(here, list) and here:
-            yield f"{_shown(path)} reversed", _with(value, path, here[::-1])
-            yield f"{_shown(path)} and its last again", _with(value, path, [*here, here[-1]])
+            others += [("reversed", here[::-1]), ("and its last again", [*here, here[-1]])]
         if isinstance(here, dict) and here:
-            yield f"{_shown(path)} and one more", _with(value, path, {**here, "one more": next(iter(here.values()))})
+            others.append(("and one more", {**here, "one more": next(iter(here.values()))}))
+        for what, other in others:
+            if not _same(other, here):
+                yield f"{_shown(path)} {what}", partial(_with, value, path, other)
 
 
 def _places(value: Any, path: Path) -> Iterator[Path]:
