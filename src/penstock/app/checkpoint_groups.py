@@ -5,6 +5,8 @@ stages."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,20 +53,79 @@ def fitting(optimizer: torch.optim.Optimizer, names: Names, groups: list[Told]) 
     return [_only([by_name[name] for name in group], group) for group in mine]
 
 
-def settings_of(optimizer: torch.optim.Optimizer, found: list[Told | None]) -> list[Told]:
+def settings_of(optimizer: torch.optim.Optimizer, found: list[Told | None], same_torch: bool) -> list[Told]:
     """The groups' settings as they will be, in the form of an optimizer's state dict."""
-    groups = optimizer.state_dict()["param_groups"]
-    return [
-        group if told is None else group | read(told["settings"]) for group, told in zip(groups, found, strict=True)
-    ]
+    groups = []
+    for group, told in zip(optimizer.state_dict()["param_groups"], found, strict=True):
+        if told is not None:
+            settings = read(told["settings"])
+            _require_alike(_settings(group), settings, "the optimizer's", same_torch)
+            group |= {key: value for key, value in settings.items() if key != "params"}
+        groups.append(group)
+    return groups
 
 
-def scheduler_of(scheduler: Any, found: list[Told | None]) -> Told:
+def scheduler_of(scheduler: Any, found: list[Told | None], same_torch: bool) -> Told:
     """An LR scheduler's state dict as it will be."""
     own = scheduler.state_dict()
     views = [_seen_by(at, own) if told is None else read(told["scheduler"]) for at, told in enumerate(found)]
+    for at, view in enumerate(views):
+        _require_alike(_seen_by(at, own), view, "the LR scheduler's", same_torch)
+        hidden = sorted(key for key in view if key not in own and hasattr(scheduler, key))
+        if hidden:
+            raise ValueError(f"the LR scheduler's {hidden[0]!r}, which is none of its state")
     first = next(at for at, told in enumerate(found) if told is not None)
     return _joined(views, first)
+
+
+def before(thing: Any) -> Callable[[], None]:
+    """What gives an optimizer or an LR scheduler back what it holds now. Its tensors are not copied: a load replaces
+    them, and the groups and inner schedulers keep their identity."""
+    held = dict(vars(thing))
+    groups = [(group, dict(group)) for group in held.get("param_groups", [])]
+    lists = {key: list(value) for key, value in held.items() if isinstance(value, list)}
+    inner = [before(one) for one in held.get(INNER, [])]
+
+    def restore() -> None:
+        vars(thing).clear()
+        vars(thing).update(held)
+        for key, values in lists.items():
+            held[key][:] = values
+        for group, settings in groups:
+            group.clear()
+            group.update(settings)
+        for one in inner:
+            one()
+
+    return restore
+
+
+def _require_alike(own: Any, told: Any, what: str, same_torch: bool) -> None:
+    """Refuse a value that cannot stand where this process has its own: a word for a number, a list that is too short.
+
+    What is None on one side may be anything on the other. Another version of torch may keep less than this one.
+    """
+    if own is None or told is None:
+        return
+    if isinstance(own, dict) and isinstance(told, dict):
+        for key, value in own.items():
+            if key in told:
+                _require_alike(value, told[key], f"{what} {key!r}", same_torch)
+            elif same_torch and not isinstance(own, Counter):
+                raise ValueError(f"no {what} {key!r}")
+    elif isinstance(own, (list, tuple)) and isinstance(told, (list, tuple)):
+        if len(own) != len(told):
+            raise ValueError(f"{what} of {len(told)} values for {len(own)}")
+        for at, (one, other) in enumerate(zip(own, told, strict=True)):
+            _require_alike(one, other, f"{what} {at}", same_torch)
+    elif _kind(own) is not _kind(told) or told != told:
+        raise ValueError(f"{what} as {str(told)[:40]!r}")
+
+
+def _kind(value: Any) -> type:
+    """Numbers are one kind, as Python's or as tensors."""
+    number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
+    return float if number and (not isinstance(value, torch.Tensor) or value.numel() == 1) else type(value)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

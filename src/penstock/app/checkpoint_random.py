@@ -23,6 +23,15 @@ def random_states(device: torch.device) -> Any:
     return written(states, "the random states")
 
 
+def require_random_states(states: dict[str, Any]) -> None:
+    """Refuse states that a generator does not take: ones that nobody draws from are given them."""
+    torch.Generator().set_state(states["torch"])
+    random.Random().setstate(states["python"])
+    np.random.RandomState().set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(states["cuda"])
+
+
 def set_random_states(told: Any, device: torch.device) -> None:
     states = read(told)
     torch.default_generator.set_state(states["torch"])

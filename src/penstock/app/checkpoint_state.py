@@ -10,7 +10,7 @@ All else is told in plain values. A weight that several stages use is written by
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +18,11 @@ from torch import nn
 
 from penstock.app.checkpoint_drift import drift_of, take_drift, wanted_drift
 from penstock.app.checkpoint_files import Records
-from penstock.app.checkpoint_groups import fitting, scheduler_of, settings_of, told_groups
+from penstock.app.checkpoint_groups import before, fitting, scheduler_of, settings_of, told_groups
 from penstock.app.checkpoint_random import random_states, set_random_states
+from penstock.app.model_names import buffers_of, refuse_extra_state, tied_names
 from penstock.app.plain_values import read, written
+from penstock.app.pretrained import pretrained_files
 from penstock.app.state import homes
 from penstock.errors import InputError
 
@@ -33,10 +35,10 @@ Facts = dict[str, Any]
 
 def tensors_of(pipe: Pipeline) -> Tensors:
     """What this rank has to write."""
-    _refuse_extra_state(pipe.model)
+    refuse_extra_state(pipe.model)
     home, rank, names = homes(pipe.crew, pipe.split), pipe.crew.world.rank, pipe.optimizers.names
     found = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
-    found |= {f"model.{name}": buffer for name, buffer in _buffers(pipe.model) if home[name] == rank}
+    found |= {f"model.{name}": buffer for name, buffer in buffers_of(pipe.model) if home[name] == rank}
     for name, key, value in _kept(pipe):
         if isinstance(value, torch.Tensor):
             found[f"optimizer.{name}.{key}"] = value.detach()
@@ -62,6 +64,8 @@ def facts_of(pipe: Pipeline) -> Facts:
                 "microbatches": pipe.microbatches,
             },
             "torch": torch.__version__,
+            "tied": tied_names(pipe.model),
+            "pretrained": pretrained_files(pipe.model),
             "scale": optimizers.scale if optimizers.fp16 else None,
             "good": optimizers.good,
             "since": None if pipe.stream is None else pipe.stream.rounds.since,
@@ -96,14 +100,16 @@ class Loading:
         self.pipe, self.facts, self.records = pipe, facts, records
         self.step = int(facts["step"])
         self.random = facts["random"]
+        self.same_torch = facts["torch"] == torch.__version__
         self.parameters = {name: p for name, p in pipe.model.named_parameters() if not p.is_meta}
-        self.buffers = {name: buffer for name, buffer in _buffers(pipe.model) if not buffer.is_meta}
+        self.buffers = {name: buffer for name, buffer in buffers_of(pipe.model) if not buffer.is_meta}
         self.optimizers: dict[int, Any] = {}
         self.schedulers: list[Any] = []
+        self.before: list[Callable[[], None]] = []
 
     def wanted(self) -> Records:
         """What this rank has to read, when the checkpoint is known to fit."""
-        _refuse_extra_state(self.pipe.model)
+        refuse_extra_state(self.pipe.model)
         _require_same_model(self.pipe.model, self.records)
         _require_same_kinds(_kinds(self.pipe), self.facts["optimizer"])
         names = [f"model.{name}" for name in (*self.parameters, *self.buffers)]
@@ -123,21 +129,33 @@ class Loading:
             state = {place: self._state(parts.names[parameter]) for place, parameter in enumerate(order)}
             self.optimizers[at] = {
                 "state": {place: kept for place, kept in state.items() if kept},
-                "param_groups": settings_of(optimizer, found),
+                "param_groups": settings_of(optimizer, found, self.same_torch),
             }
             if parts.schedulers:
-                self.schedulers.append(scheduler_of(parts.schedulers[len(self.schedulers)], found))
+                scheduler = parts.schedulers[len(self.schedulers)]
+                self.schedulers.append(scheduler_of(scheduler, found, self.same_torch))
 
-    def finish(self) -> None:
-        with torch.no_grad():
-            for name, mine in (*self.parameters.items(), *self.buffers.items()):
-                mine.copy_(self.tensors[f"model.{name}"])
+    def take(self) -> None:
+        """What optimizers and LR schedulers look at for themselves, and may refuse: `undo` has them as before."""
         parts = self.pipe.optimizers
+        self.before = [before(optimizer) for optimizer in parts.optimizers.values()]
+        self.before += [before(scheduler) for scheduler in parts.schedulers]
         for at, state in self.optimizers.items():
             parts.turn(at)  # the state has to be where the weights are when they are updated
             parts.optimizers[at].load_state_dict(state)
         for scheduler, state in zip(parts.schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(state)
+
+    def undo(self) -> None:
+        for restore in self.before:
+            restore()
+
+    def finish(self) -> None:
+        """The rest, of which nothing can be refused any more."""
+        with torch.no_grad():
+            for name, mine in (*self.parameters.items(), *self.buffers.items()):
+                mine.copy_(self.tensors[f"model.{name}"])
+        parts = self.pipe.optimizers
         if parts.make is not None:
             self._take_accumulated()
         take_drift(self.pipe, self.tensors)
@@ -178,14 +196,6 @@ def _kept(pipe: Pipeline) -> Iterator[tuple[str, str, Any]]:
                 yield pipe.optimizers.names[parameter], str(key), value
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that a state dict has."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}" if prefix else key, buffer
-
-
 def _kinds(pipe: Pipeline) -> Facts | None:
     """Which optimizer and which LR scheduler; None on a rank that has neither."""
     if not pipe.optimizers.optimizers:
@@ -198,19 +208,9 @@ def _kinds(pipe: Pipeline) -> Facts | None:
     }
 
 
-def _refuse_extra_state(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise InputError(
-                "a model whose state is parameters and buffers",
-                f"extra state of its own in {name or 'the model itself'}",
-                "keep it in a buffer",
-            )
-
-
 def _require_same_model(model: nn.Module, records: Records) -> None:
     """All names and shapes that differ, in one message."""
-    mine = {f"model.{name}": t for name, t in (*model.named_parameters(), *_buffers(model))}
+    mine = {f"model.{name}": t for name, t in (*model.named_parameters(), *buffers_of(model))}
     theirs = {name: record for name, record in records.items() if name.startswith("model.")}
     faults = [f"missing {_short(name)}" for name in mine if name not in theirs]
     faults += [f"unknown {_short(name)}" for name in theirs if name not in mine]

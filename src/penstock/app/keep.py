@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.app.pipeline import Pipeline
+from penstock.engine.watch.speak import say
+from penstock.errors import InputError
 
 
 @dataclass
 class Keep:
-    """Writes them when it is time to.
+    """Writes them when it is time to. One that cannot be written is reported, and the training goes on.
 
     A save drains the pipe, so without a flush more steps are behind it than have been told: it is named for those.
     """
@@ -19,7 +21,9 @@ class Keep:
     path: str | None
     every: int | None
     steps: int
-    saved: int = -1
+    seen: int = -1  # the step at which one was last due
+    last: str | None = None  # that was written
+    failed: list[str] = field(default_factory=list)
 
     def require_room(self) -> None:
         """Before the first step: a directory that can be written to, with nothing where checkpoints will come."""
@@ -32,9 +36,20 @@ class Keep:
         if self.path is None or not self._due(done):
             return
         self.pipe.settle()
-        if self.saved != self.pipe.index:
-            self.saved = self.pipe.index
-            self.pipe.save(str(Path(self.path) / f"step-{self.saved}"))
+        if self.seen != self.pipe.index:
+            self.seen = self.pipe.index
+            self._save(str(Path(self.path) / f"step-{self.seen}"))
+
+    def _save(self, path: str) -> None:
+        try:
+            self.pipe.save(path)
+        except InputError as error:  # the same on all ranks, which are all as they were
+            self.failed.append(path)
+            if self.pipe.crew.world.rank == 0:
+                last = f"the last one is {self.last}" if self.last else "there is none of this run yet"
+                say(f"penstock: no checkpoint after step {self.seen}: {error}; {last}\n")
+        else:
+            self.last = path
 
     def _due(self, done: int) -> bool:
         return done == self.steps or (self.every is not None and done % self.every == 0)

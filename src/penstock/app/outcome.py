@@ -33,6 +33,7 @@ class Outcome:
     timeline: Timeline | None = None  # of the last step; of the last run where steps follow without a flush
     predicted: Timeline | None = None  # of the same step, from those before it
     plain: tuple[PlainRun, ...] = ()
+    unsaved: tuple[str, ...] = ()  # checkpoints that could not be written
 
     @property
     def step_seconds(self) -> float:
@@ -47,6 +48,7 @@ class Outcome:
             "traffic": self.traffic,
             "timeline": None if self.timeline is None else self.timeline.figures(),
             "plain": [vars(run) for run in self.plain],
+            "unsaved": list(self.unsaved),
         }
 
 

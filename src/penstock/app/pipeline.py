@@ -76,7 +76,8 @@ class Pipeline:
     each rank is given the same batches, "rank0" where rank 0 has them and the others pass None. `transport` and
     `timeout` (seconds that a rank may wait for another) are for several processes. `timeline`: whether times of
     each step are kept. `load`, a function from a parameter's name to its values, fills a weightless model; it is
-    asked for what this process runs.
+    asked for what this process runs. The path of a safetensors file or of a transformers directory fills any model,
+    each process reading its own part.
     """
 
     @named
@@ -105,17 +106,18 @@ class Pipeline:
         transport: str | None = None,
         timeout: float = 120.0,
         timeline: bool = True,
-        load: Callable[[str], torch.Tensor] | None = None,
+        load: Callable[[str], torch.Tensor] | str | os.PathLike[str] | None = None,
         **options: Unpack[TrainingOptions],
     ) -> None:
         refuse_unknown("Pipeline", options, [*parameters_of(Pipeline), *OPTIONS, *REMEDIES, *SETTLED])
         require_plain_loss(loss)
+        fill = load if load is None or callable(load) else lambda name: torch.zeros(())  # until the file is read
         given = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "cuts": cuts, "chunks": chunks}
         course = read_course(plan, given, dict(options))
         self.wanted = Wanted(
             model, example, course.stages, course.schedule, course.microbatches, optimizer, cuts, course.chunks,
             recompute, offload, precision, clip, accumulate, lr_scheduler, seed, verify, data, transport, timeout,
-            timeline, load, course.options, course.plan,
+            timeline, fill, course.options, course.plan,
         )  # fmt: skip
         self.loss, self.index, self.verify = loss, 0, verify
         self.apart = False  # results of micro-batches cannot be put together
@@ -129,6 +131,8 @@ class Pipeline:
         self.micro_batches = MicroBatches(self.split, self.feed, self.device, self.wanted.seed)
         self.checks = LossChecks(self)
         self._take_up(parts.equipped)
+        if load is not None and not callable(load):
+            self.import_weights(load)
 
     def _take_up(self, equipped: Equipped) -> None:
         self.schedule, self.engine, self.clock = equipped.schedule, equipped.engine, equipped.clock
@@ -280,6 +284,23 @@ class Pipeline:
             self.health.why = ""
         self.settle()
         checkpoint.load(self, path)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the weights to a new safetensors file, or a transformers model to a new directory; by every rank."""
+        from penstock.app import export  # not at the top, as few need it
+
+        self.settle()
+        export.export(self, path)
+
+    def import_weights(self, path: str | os.PathLike[str]) -> None:
+        """Take the weights from a safetensors file or a transformers directory; every rank has to call.
+
+        What optimizers, and remedies against stale weights, keep of the steps before stays as it is.
+        """
+        from penstock.app import import_weights
+
+        self.settle()
+        import_weights.import_weights(self, path)
 
     def measured(self) -> Measured:
         """The last steps as they were measured on all ranks; every rank has to ask."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def written(value: Any, where: str) -> Any:
 
 
 def read(value: Any) -> Any:
-    """What was written. ValueError, TypeError or LookupError where it was not."""
+    """What was written. One of Python's or torch's own errors where it was not."""
     if isinstance(value, list):
         return [read(part) for part in value]
     if not isinstance(value, dict):
@@ -53,18 +54,24 @@ def read(value: Any) -> Any:
         pairs = {read(k): read(v) for k, v in of}
         return Counter(pairs) if value[KIND] == "counter" else pairs
     if value[KIND] == "array":
-        return np.array(of, dtype=np.dtype(value["type"]))
+        dtype = np.dtype(value["type"])
+        if dtype.kind not in "biuf":
+            raise ValueError(f"an array of type {value['type']!r}")
+        return np.array(of, dtype=dtype)
     if value[KIND] == "tensor":
-        data = bytearray(base64.b64decode(of))
-        shape = [int(size) for size in value["shape"]]
-        dtype = dtype_of(value["type"])
-        return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+        return _tensor(bytearray(base64.b64decode(of)), value["shape"], dtype_of(value["type"]))
     raise ValueError(f"a value of kind {value[KIND]!r}")
 
 
-def dtype_of(name: str) -> torch.dtype:
+def _tensor(data: bytearray, shape: list[Any], dtype: torch.dtype) -> torch.Tensor:
+    if any(type(size) is not int or size < 0 for size in shape) or prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"a tensor of shape {shape} and type {dtype} in {len(data)} bytes")
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def dtype_of(name: Any) -> torch.dtype:
     """A type of tensors by its name: float32."""
-    found = getattr(torch, name, None)
+    found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"a tensor of type {name!r}")
     return found

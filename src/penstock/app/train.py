@@ -18,6 +18,7 @@ from rich.console import Console
 
 from penstock.app.footprint import peak, resident
 from penstock.app.keep import Keep
+from penstock.app.lasting_output import LastingOutput
 from penstock.app.outcome import Outcome, table
 from penstock.app.pipeline import Pipeline
 from penstock.app.plain_runs import plain_runs, thread_counts
@@ -27,24 +28,28 @@ from penstock.app.task import Task
 from penstock.app.traffic import traffic
 from penstock.core.timeline import Timeline
 from penstock.engine.clock import Clock, RunClock
+from penstock.engine.watch.speak import say
 from penstock.errors import InputError
 
 PREDICT_FROM = 3  # steps: one that warms up, one to predict from, one that is predicted
 
 
 def train(request: Request) -> int:
-    """Train, and on the first rank say how it went."""
-    told: TextIO = sys.stderr if request.flags.get("json") else sys.stdout
-    first = rank() == 0
+    """Train, and on the first rank say how it went. Leaves with 1 if something of the run could not be written."""
+    results = LastingOutput(sys.stdout, "standard output")
+    told = LastingOutput(sys.stderr, "standard error") if request.flags.get("json") else results
     task = request.task()
     require_writable(task.config.training.report)
-    outcome = run(task, told if first else None)
-    if first:
-        outcome = _beside_plain(outcome, request, task, told)
-        _close(outcome, task, told)
-        if request.flags.get("json"):
-            print(json.dumps(outcome.to_json()), flush=True)
-    return 0
+    if rank() != 0:
+        run(task)
+        return 0
+    outcome = _beside_plain(run(task, told.text), request, task, told.text)
+    written = _close(outcome, task, told.text)
+    if request.flags.get("json"):
+        print(json.dumps(outcome.to_json()), file=results.text, flush=True)
+    if outcome.unsaved:
+        say(f"penstock: {len(outcome.unsaved)} checkpoints are missing: {', '.join(outcome.unsaved)}\n")
+    return int(results.failed or not written or bool(outcome.unsaved))
 
 
 def run(task: Task, out: TextIO | None = None) -> Outcome:
@@ -74,6 +79,7 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
         torch.get_num_threads(),
         last_run(pipe) if seen is None else seen.timeline(),
         None if seen is None or len(losses) < PREDICT_FROM else seen.predicted(),
+        unsaved=tuple(kept.failed),
     )
 
 
@@ -110,7 +116,8 @@ def _beside_plain(outcome: Outcome, request: Request, task: Task, told: TextIO) 
     return found
 
 
-def _close(outcome: Outcome, task: Task, told: TextIO) -> None:
+def _close(outcome: Outcome, task: Task, told: TextIO) -> bool:
+    """Say how it went; whether the report, if one was asked for, is written."""
     report = task.config.training.report
     console = Console(file=told)
     console.print(table(outcome))
@@ -122,8 +129,13 @@ def _close(outcome: Outcome, task: Task, told: TextIO) -> None:
 
         lines = (("predicted from the steps before", outcome.predicted), ("measured", outcome.timeline))
         shown = [(label, line) for label, line in lines if line is not None]
-        Path(report).write_text(html(shown), encoding="utf-8")
+        try:
+            Path(report).write_text(html(shown), encoding="utf-8")
+        except OSError as error:
+            say(f"penstock: the report {report} could not be written: {error.strerror}\n")
+            return False
         console.print(f"wrote {report}", highlight=False, soft_wrap=True)
+    return True
 
 
 def require_writable(path: str | None, what: str = "a report") -> None:

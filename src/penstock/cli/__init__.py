@@ -6,33 +6,57 @@ its commands to `app`; the order of the imports is the order of the help.
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from io import TextIOWrapper
+from typing import NoReturn
 
 import typer
 
-from penstock.cli import clusters, estimating, planning, profiling, schedules, training
+from penstock.cli import clusters, estimating, planning, profiling, schedules, training, weights
 from penstock.cli.app import app
 from penstock.errors import PenstockError
 from penstock.interrupt import ending_amid_imports
 
-__all__ = ["app", "clusters", "estimating", "main", "planning", "profiling", "schedules", "training"]
+__all__ = ["app", "clusters", "estimating", "main", "planning", "profiling", "schedules", "training", "weights"]
 
 
 def main() -> None:
     """Run a command; an error of penstock's own is one message and exit code 2."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a sign gets a question mark
     try:
         with ending_amid_imports():
-            app()
+            try:
+                app()
+            finally:
+                sys.stdout.flush()  # here it can still be said that nobody takes it
     except PenstockError as error:
-        typer.echo(f"penstock: {error}", err=True)
-        sys.exit(2)
+        _refuse(str(error))
     except MemoryError as error:
-        typer.echo(f"penstock: expected a schedule that fits in memory, but got {error}; ask for less", err=True)
-        sys.exit(2)
+        _refuse(f"expected a schedule that fits in memory, but got {error}; ask for less")
     except OSError as error:
-        typer.echo(f"penstock: expected an output that can be written, but got {error.strerror}; check it", err=True)
-        sys.exit(2)
+        from penstock.app.lasting_output import discard
+
+        discard(sys.stdout)
+        _refuse(f"expected an output that can be written, but got {error.strerror}; check it")
+
+
+def _refuse(message: str) -> NoReturn:
+    with suppress(OSError):  # nobody is there to hear it
+        typer.echo(f"penstock: {message}", err=True)
+    sys.exit(2)
+
+
+def _open_closed_streams() -> None:
+    """A standard stream that was closed leads nowhere: else the next file that is opened would take its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(number)
+            except OSError:
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: PTH123, SIM115

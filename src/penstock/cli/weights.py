@@ -1,0 +1,52 @@
+"""Commands that carry weights out of a checkpoint and into one: export, import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.app import app
+from penstock.cli.flags import ConfigFile, Inline
+
+
+@app.command("export")
+def export_weights(
+    checkpoint: Annotated[Path, typer.Argument(help="A directory that a training has saved.", show_default=False)],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="Where to: a file that ends in .safetensors, or a directory for a transformers model.",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """Write a checkpoint's weights for other tools: to one safetensors file, or to a directory for `from_pretrained`.
+
+    Example: `penstock export checkpoints/step-120 gpt.safetensors`
+    """
+    from penstock.app.export_checkpoint import export_checkpoint
+
+    export_checkpoint(checkpoint, path)
+    typer.echo(f"wrote {path}", err=True)
+
+
+@app.command("import")
+def import_weights(
+    config: ConfigFile,
+    weights: Annotated[
+        Path, typer.Argument(help="A safetensors file, or a directory of a transformers model.", show_default=False)
+    ],
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint to write.", show_default=False)],
+    inline: Inline = False,
+) -> None:
+    """Write a checkpoint of a config's model with weights from other tools, for a training to begin from.
+
+    Example: `penstock import examples/gpt.toml gpt.safetensors checkpoints/imported`
+    """
+    from penstock.app.import_run import import_run
+    from penstock.app.start import Request, start
+
+    request = Request(str(config), {}, {"weights": str(weights), "checkpoint": str(checkpoint)})
+    raise typer.Exit(start("penstock.app.import_run", import_run, request, inline))
