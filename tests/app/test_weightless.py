@@ -20,14 +20,16 @@ import brought
 torch.set_num_threads(1)
 
 
-def test_it_trains_as_the_model_does_whose_weights_it_was_given():
+@pytest.mark.parametrize("by", ["function", "file"])
+def test_it_trains_as_the_model_does_whose_weights_it_was_given(by, tmp_path):
     given = plain.case("gpt")
+    Pipeline(given.fresh(), example=given.example, stages=2).export(tmp_path / "w.safetensors")
     losses, wanted = plain.trained(given)
     with weightless():
         model = plain.GPT().to(torch.float64)
     pipe = Pipeline(
         model, example=given.example, stages=4, loss=given.loss, optimizer=plain.adamw,
-        load=given.model.state_dict().__getitem__,
+        load=given.model.state_dict().__getitem__ if by == "function" else tmp_path / "w.safetensors",
     )  # fmt: skip
     assert model.head.weight is model.tokens.weight
     assert [step.loss for step in pipe.train(given.batches)] == pytest.approx(losses, rel=1e-12)

@@ -42,6 +42,7 @@ from penstock.errors import InputError
 from penstock.model.batch import ApartError, as_call, join, piece, rows_of, spans, uneven_spans
 from penstock.model.chain import Chain
 from penstock.model.loss import Total, total_of
+from penstock.model.materialise import read_later
 from penstock.model.replay import PathChangedError
 from penstock.model.seeding import mixed, random_states_kept
 from penstock.model.stage import Job
@@ -111,7 +112,7 @@ class Pipeline:
     ) -> None:
         refuse_unknown("Pipeline", options, [*parameters_of(Pipeline), *OPTIONS, *REMEDIES, *SETTLED])
         require_plain_loss(loss)
-        fill = load if load is None or callable(load) else lambda name: torch.zeros(())  # until the file is read
+        fill = load if load is None or callable(load) else read_later
         given = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "cuts": cuts, "chunks": chunks}
         course = read_course(plan, given, dict(options))
         self.wanted = Wanted(
