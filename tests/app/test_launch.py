@@ -50,15 +50,19 @@ def test_threads_that_the_user_asked_for_stay(tmp_path):
     ("end", "code", "line"),
     [
         ("sys.exit(7)", 7, "rank 1 ended with code 7"),
-        ("os.kill(os.getpid(), 9)", 137, "rank 1 ended by signal 9 (SIGKILL), possibly out of memory"),
-        ("os.kill(os.getpid(), 11)", 139, "rank 1 ended by signal 11 (SIGSEGV)"),
+        ("os.kill(os.getpid(), 9)", 137, "rank 1 ended by signal 9 (SIGKILL), possibly out of memory, before it met the others"),
+        ("os.kill(os.getpid(), 11)", 139, "rank 1 ended by signal 11 (SIGSEGV), before it met the others"),
     ],
 )
 def test_the_first_failing_rank_is_named_and_the_rest_is_ended(tmp_path, end, code, line):
-    text = f"if rank == 1:\n    {end}\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(100)"
+    text = (
+        "from pathlib import Path\nready = [Path(__file__).with_name(f'{other}.ready') for other in (0, 2)]\n"
+        f"while rank == 1 and not all(file.exists() for file in ready):\n    time.sleep(0.01)\nif rank == 1:\n    {end}\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready[rank // 2].touch()\ntime.sleep(100)"
+    )
     with launched(tmp_path, 3, script=script(tmp_path, text)) as run:
         pids = run.begun(3)
-        all_gone([pids[1]], 1.0)
+        all_gone([pids[1]], 5.0)
         all_gone([pids[0], pids[2]], 5.0)  # from the first one's end to that of those who do not listen
         assert run.wait() == code
         assert run.said == f"penstock: {line}\npenstock: still running 4.4 s later, and ended: rank 0, 2\n"

@@ -39,8 +39,9 @@ def test_killed_at_a_random_action_twenty_times(tmp_path):
             all_gone([*pids.values()], LIMIT)
             assert run.wait() == 128 + signal.SIGKILL
             assert f"rank {victim} ended by signal 9 (SIGKILL), possibly out of memory" in run.said
-            named = re.search(rf"rank \d stops.*: rank {victim} died( in {PLACE})? without a word", run.said)
-            assert named, run.said
+            where = rf"(in {PLACE}|between two steps, after {PLACE}|before its first step \(stage {victim}\))"
+            assert re.search(rf"rank \d stops.*: rank {victim} died {where} without a word", run.said), run.said
+            assert re.search(rf"penstock: rank {victim} ended by signal 9 .*possibly out of memory, {where}\n", run.said)
             assert "Traceback" not in run.said, run.said
     assert shm() == before
 

@@ -46,7 +46,8 @@ def test_a_rank_killed_at_a_random_moment_ends_all_and_is_named(tmp_path):
                 assert re.search(f"rank {other} stops: rank {victim} died in {place} without a word", run.said), (
                     run.said
                 )
-            assert f"penstock: rank {victim} ended by signal 9 (SIGKILL), possibly out of memory\n" in run.said
+            ended = rf"penstock: rank {victim} ended by signal 9 \(SIGKILL\), possibly out of memory, in {place}\n"
+            assert re.search(ended, run.said), run.said
             assert "Traceback" not in run.said
     assert shm() == before
 
@@ -171,7 +172,7 @@ def test_sigterm_to_the_launcher_and_to_one_rank(tmp_path):
             os.kill(pids[1] if to_rank else run.process.pid, signal.SIGTERM)
             all_gone([*pids.values()], LIMIT)
             assert run.wait() == 128 + signal.SIGTERM
-            assert ("penstock: rank 1 ended by signal 15 (SIGTERM)\n" in run.said) == to_rank
+            assert ("penstock: rank 1 ended by signal 15 (SIGTERM), in 1F" in run.said) == to_rank
 
 
 def test_a_handler_of_the_users_own_still_handles(tmp_path):
@@ -279,7 +280,7 @@ def test_saying_what_comes_next_costs_less_than_a_microsecond():
 
 def test_a_board_is_read_by_others_while_it_changes():
     board = Board()
-    page = Page(os.getpid(), board.fd)
+    page = Page(board.file.path)
     board.doing(Row(Op.B, 0, 0, 0, -1))
     board.wait(3, time.monotonic_ns() - 2_000_000_000)
     board.beat()

@@ -81,6 +81,7 @@ def compare(
     """Train the same model with the same data, seed and budget by each method: speed, memory and loss side by side.
 
     On local workers, where there are cores for all stages, times are measured; else they are simulated.
+    Leaves with 1 where an exception or the death of a worker ended a method, or none could be trained.
 
     Example: `penstock compare examples/gpt.toml --steps 40 --methods plain,1f1b,pipedream,2bw --html compare.html`
     """
@@ -99,11 +100,13 @@ def compare(
     found = work(Request(str(config), changes), Wish(names, t1, t3, inline), sys.stderr)
     if any(row.losses for row in found.rows):
         write_files(svg=(svg, found.svg), html=(html, found.html))
+    for text in found.tracebacks():
+        typer.echo(text, err=True)
     if as_json:
         typer.echo(json.dumps(found.to_json()))
     else:
         _tell(found)
-    if all(row.note is not None for row in found.rows):
+    if found.failed:
         raise typer.Exit(1)
 
 

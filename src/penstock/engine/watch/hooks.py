@@ -34,9 +34,7 @@ def install(watch: Watch, part: Callable[[], None]) -> None:
             return
         if not isinstance(error, (PenstockError, KeyboardInterrupt)):
             before(kind, error, trace)
-        if watch.failure is not None and not watch.printed:
-            watch.printed = True
-            say(f"rank {watch.rank} stops: {watch.failure.line}\n")
+        watch.say_why()
 
     def leave() -> None:
         if os.getpid() != pid:
