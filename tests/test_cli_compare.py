@@ -199,7 +199,9 @@ def test_a_method_that_fails_on_a_worker_shows_why_and_leaves_with_1(tmp_path, h
             line = 1 + source.index('            raise ValueError("no such luck")')
             assert row["note"] == f"ValueError: no such luck, at {tmp_path / 'broken.py'}:{line}, in forward"
         else:
-            killed = r"rank 1 ended by signal 9 \(SIGKILL\), possibly out of memory, in 1F\d.*\(stage 1, micro-batch \d+\)"
+            killed = (
+                r"rank 1 ended by signal 9 \(SIGKILL\), possibly out of memory, in 1F\d.*\(stage 1, micro-batch \d+\)"
+            )
             assert re.fullmatch(killed, row["note"]), row["note"]
     if how == "raise":
         assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr

@@ -1,13 +1,12 @@
 """Start the ranks of a run as processes of this host, and see to it that they end together.
 
-The environment is that of torchrun. The launcher holds the store, on a loopback port that it took beforehand, and has
+The environment is that of torchrun. The store is on a loopback port that the launcher took beforehand. The launcher has
 made the page on which each rank says what it does: what a rank was doing can be told even if none is left. A worker
 asks the kernel to die with the launcher before it becomes the command.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import select
 import shutil
@@ -25,12 +24,12 @@ from types import FrameType
 from typing import Any, TextIO
 
 from penstock.app import leftovers
+from penstock.app.store import holding_store
 from penstock.engine.nameless import Nameless
 from penstock.engine.transport.memory import available
 from penstock.engine.watch import board
 from penstock.engine.watch.board import Page, Slot, State
 from penstock.engine.watch.failure import Failure
-from penstock.engine.watch.speak import flush
 from penstock.errors import InputError
 
 GRACE = 4.4  # seconds that the others have to end by themselves after the first has failed: all are to end within five
@@ -63,8 +62,7 @@ class Crew:
     codes: dict[int, int] = field(default_factory=dict)
     signals: list[int] = field(default_factory=list)  # that came to the launcher
     killed: set[int] = field(default_factory=set)  # by the launcher
-    folders: set[Path] = field(default_factory=set)  # of processes that it has killed
-    code: int = 1  # of the whole
+    folders: set[Path] = field(default_factory=set)  # of processes that it has sent signals
 
     def send(self, number: int) -> None:
         """To every worker that runs, and to what it has started."""
@@ -84,9 +82,9 @@ class Crew:
 
     def _signal(self, rank: int, number: int) -> None:
         group = self.workers[rank].pid
+        self.folders |= leftovers.socket_folders(group)
         if number == signal.SIGKILL:
             self.killed.add(rank)
-            self.folders |= leftovers.socket_folders(group)
         with suppress(ProcessLookupError):
             os.killpg(group, number)
 
@@ -110,7 +108,7 @@ def launch(command: list[str], workers: int, words: TextIO | None = None) -> int
         for rank in range(workers):
             crew.boards.append(board.create(rank))
             crew.pages.append(Page(crew.boards[rank].fd))
-        with _passing_on(crew), _holding_store(listener, crew):
+        with _passing_on(crew), holding_store(listener):
             try:
                 for rank in range(workers):
                     crew.workers.append(_start(command, rank, workers, port, crew.boards[rank].path, words))
@@ -119,10 +117,9 @@ def launch(command: list[str], workers: int, words: TextIO | None = None) -> int
                 crew.send(signal.SIGKILL)
                 for worker in crew.workers:
                     worker.wait()
-        crew.code = _outcome(crew, words or sys.stderr)
+        return _outcome(crew, words or sys.stderr)
     finally:
         crew.close()
-    return crew.code
 
 
 def _require(command: list[str], workers: int) -> None:
@@ -156,35 +153,6 @@ def _start(
     born = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), *command]
     # A process group of its own: Ctrl-C then comes to the launcher alone, which passes it on once.
     return subprocess.Popen(born, env=env, stdin=subprocess.DEVNULL, stdout=words, stderr=words, process_group=0)
-
-
-@contextmanager
-def _holding_store(listener: socket.socket, crew: Crew) -> Iterator[None]:
-    """The store, once torch is there. The workers start meanwhile: what they ask waits at the port."""
-    store: list[object] = []
-
-    def hold() -> None:
-        from torch._C._distributed_c10d import TCPStore
-
-        port = listener.getsockname()[1]
-        fd = listener.detach()
-        store.append(TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
-
-    thread = threading.Thread(target=hold, name="penstock-store", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        if thread.is_alive():  # nobody needs the store any more: do not wait for torch
-            atexit.register(_leave_half_loaded, thread, crew)
-        store.clear()
-
-
-def _leave_half_loaded(thread: threading.Thread, crew: Crew) -> None:
-    """Python cannot end in order while a thread still loads torch."""
-    if thread.is_alive():
-        flush()
-        os._exit(crew.code)
 
 
 @contextmanager

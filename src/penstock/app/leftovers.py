@@ -6,7 +6,6 @@ when they end by themselves. The launcher kills what a failed rank has started, 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ FOLDER = re.compile(r"pymp-[\w-]+")  # as multiprocessing names them
 def socket_folders(group: int) -> set[Path]:
     """Of the processes of a group that run; none where the system does not tell who holds which socket."""
     try:
-        bound = _bound_sockets((PROC / "net/unix").read_text())
+        bound = _bound_sockets((PROC / "net/unix").read_text(errors="replace"))
         held = {inode for pid in _members(group) for inode in _sockets(pid)}
     except OSError:
         return set()
@@ -42,10 +41,10 @@ def _members(group: int) -> list[int]:
     for entry in PROC.iterdir():
         if entry.name.isdigit():
             try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
             except OSError:  # it has ended meanwhile
                 continue
-            if int(fields[2]) == group:
+            if fields[2:3] == [str(group)]:
                 found.append(int(entry.name))
     return found
 
@@ -55,7 +54,7 @@ def _sockets(pid: int) -> list[str]:
     found = []
     try:
         for entry in (PROC / str(pid) / "fd").iterdir():
-            link = os.readlink(entry)
+            link = str(entry.readlink())
             if link.startswith("socket:["):
                 found.append(link[len("socket:[") : -1])
     except OSError:  # it has ended meanwhile, or is somebody else's

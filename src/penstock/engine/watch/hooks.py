@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from penstock.engine.watch.speak import flush, say
+from penstock.engine.watch.speak import flush
 from penstock.engine.watch.watch import Watch
 from penstock.errors import PenstockError, RankError
 
