@@ -22,6 +22,9 @@ def train(
     config: ConfigFile,
     steps: Annotated[int | None, typer.Option(help="Steps, in place of the config's.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the measured run to this HTML file.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Train by this plan, in place of the config's stages and schedule.")
+    ] = None,
     inline: Inline = False,
     as_json: AsJson = False,
 ) -> None:
@@ -33,7 +36,10 @@ def train(
     from penstock.app.train import train as work
 
     asked = {"training.steps": steps, "training.report": None if report is None else str(report)}
-    changes = {key: value for key, value in asked.items() if value is not None}
+    changes: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+    if plan is not None:
+        own = ("stages", "cuts", "chunks", "schedule", "microbatches")
+        changes |= {f"pipeline.{name}": None for name in own} | {"pipeline.options": {}, "pipeline.plan": str(plan)}
     request = Request(str(config), changes, {"json": as_json})
     raise typer.Exit(start("penstock.app.train", work, request, inline))
 
