@@ -25,6 +25,7 @@ from penstock.app.progress import ShowMany, progress_of_many
 from penstock.app.start import Request, launched
 from penstock.app.stopped_costs import stopped_costs
 from penstock.app.track import Track
+from penstock.engine.host import cores
 from penstock.errors import InputError
 
 
@@ -63,7 +64,7 @@ def compare(request: Request, wish: Wish, out: TextIO | None = None) -> Comparis
 
 
 def _on_workers(stages: int, inline: bool) -> bool:
-    return not inline and 2 <= stages <= len(os.sched_getaffinity(0))
+    return not inline and 2 <= stages <= cores()
 
 
 def _clock(workers: int) -> tuple[str, str]:
