@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +9,12 @@ from penstock.app.config import Config, read_sections
 from penstock.app.config_faults import require_none
 from penstock.app.config_plan import with_plan
 from penstock.app.config_rules import rules
-from penstock.errors import FormatError
+from penstock.app.config_text import read_raw
 
 
 def read_config(path: str | Path, changes: dict[str, Any] | None = None) -> Config:
-    """The config in a file, with some values in place of the file's; all its faults at once.
-
-    A change's key is dotted; one without a dot stands for a whole section.
-    """
-    raw = _parsed(Path(path))
-    for key, value in (changes or {}).items():
-        section, _, name = key.partition(".")
-        if not name:
-            raw[section] = value
-            continue
-        given = raw.setdefault(section, {})
-        if isinstance(given, dict):
-            given[name] = value
-    return understood(raw, str(path))
+    """The config in a file, with some values in place of the file's (see `read_raw`); all its faults at once."""
+    return understood(read_raw(path, changes), str(path))
 
 
 def understood(raw: dict[str, Any], where: str) -> Config:
@@ -37,17 +23,3 @@ def understood(raw: dict[str, Any], where: str) -> Config:
     found = read_sections(whole)
     require_none(where, [*faults, *found.faults, *rules(found.good)])
     return Config.model_construct(None, **found.sections)
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FormatError(str(path), "a readable TOML file", error.strerror, "check the path") from None
-    except UnicodeDecodeError:
-        raise FormatError(str(path), "a TOML file in UTF-8", "another encoding", "save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        said, line = str(error), re.search(r"\(at line (\d+), column (\d+)\)", str(error))
-        where = f"{path}:{line[1]}:{line[2]}" if line else str(path)
-        what = said[: line.start()].strip() if line else said
-        raise FormatError(where, "TOML", what[:1].lower() + what[1:], "correct the line") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.app.kept_steps import NAME, is_due, remove_old
 from penstock.app.pipeline import Pipeline
 
 
@@ -19,6 +20,7 @@ class Keep:
     path: str | None
     every: int | None
     steps: int
+    keep: int | None = None  # how many of the newest; all unless said
     saved: int = -1
 
     def require_room(self) -> None:
@@ -34,10 +36,12 @@ class Keep:
         self.pipe.settle()
         if self.saved != self.pipe.index:
             self.saved = self.pipe.index
-            self.pipe.save(str(Path(self.path) / f"step-{self.saved}"))
+            self.pipe.save(str(Path(self.path) / NAME.format(self.saved)))
+            if self.keep is not None and self.pipe.crew.world.rank == 0:
+                remove_old(self.path, self.keep)
 
     def _due(self, done: int) -> bool:
-        return done == self.steps or (self.every is not None and done % self.every == 0)
+        return is_due(done, self.steps, self.every)
 
     def _will_write(self, name: str) -> bool:
         """Without a flush it is not known which steps there will be one of."""

@@ -33,6 +33,16 @@ class Outcome:
     timeline: Timeline | None = None  # of the last step; of the last run where steps follow without a flush
     predicted: Timeline | None = None  # of the same step, from those before it
     plain: tuple[PlainRun, ...] = ()
+    begun: int = 0  # steps of earlier runs, which this one went on from
+    batch: int = 0  # samples of a step
+
+    @property
+    def counted(self) -> str:
+        """How many steps, those of earlier runs told apart."""
+        if not self.begun:
+            return f"{len(self.losses)} steps"
+        steps = self.begun + len(self.losses)
+        return f"steps {self.begun + 1} to {steps}, {steps * self.batch:,} samples since the first"
 
     @property
     def step_seconds(self) -> float:
@@ -42,6 +52,8 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         return {
             "losses": self.losses,
+            "steps": self.begun + len(self.losses),
+            "samples": (self.begun + len(self.losses)) * self.batch,
             "seconds_per_step": self.step_seconds,
             "memory": self.memory,
             "traffic": self.traffic,

@@ -25,6 +25,9 @@ def train(
     plan: Annotated[
         Path | None, typer.Option(help="Train by this plan, in place of the config's stages and schedule.")
     ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on from this checkpoint; auto: from the newest of this run, if there is one.")
+    ] = None,
     inline: Inline = False,
     as_json: AsJson = False,
 ) -> None:
@@ -32,14 +35,24 @@ def train(
 
     Example: `penstock train examples/gpt.toml --steps 50 --report run.html`
     """
-    from penstock.app.start import Request, start
-    from penstock.app.train import train as work
+    from penstock.app.config_text import read_raw
+    from penstock.app.kept_steps import refuse_early
 
-    asked = {"training.steps": steps, "training.report": None if report is None else str(report)}
+    asked = {
+        "training.steps": steps,
+        "training.report": None if report is None else str(report),
+        "training.resume": resume,
+    }
     changes: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
     if plan is not None:
         own = ("stages", "cuts", "chunks", "schedule", "microbatches")
         changes |= {f"pipeline.{name}": None for name in own} | {"pipeline.options": {}, "pipeline.plan": str(plan)}
+    section = read_raw(config, changes).get("training")
+    if isinstance(section, dict):
+        refuse_early(section)
+    from penstock.app.start import Request, start  # with torch
+    from penstock.app.train import train as work
+
     request = Request(str(config), changes, {"json": as_json})
     raise typer.Exit(start("penstock.app.train", work, request, inline))
 
