@@ -22,7 +22,8 @@ import subprocess
 import sys
 import types
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -280,9 +281,21 @@ def _rank(before: list[_Rank]) -> _Rank | types.CodeType:
     return _script(argv)
 
 
+@contextmanager
+def _held(listener: socket.socket) -> Iterator[None]:
+    """The store, in a process that has torch."""
+    from torch.distributed import TCPStore
+
+    address, port = listener.getsockname()
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    yield
+    del store
+
+
 def _launcher(crew: list[_Rank], asked: Asked) -> types.CodeType:
     import penstock.app.launch
 
+    penstock.app.launch.holding_store = _held
     waiting = iter(crew)
 
     def handed(born: list[str], env: dict[str, str], stdout: Any, **_: Any) -> _Rank:

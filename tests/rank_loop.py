@@ -31,6 +31,8 @@ def act(what: str, world: World) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if what == "exit":
         sys.exit(0)
+    if what == "leave":  # a success, as far as the launcher can see
+        os._exit(0)
     if what == "compute":
         time.sleep(100)
     if what == "native":  # blocks in C++, where Python cannot raise
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--pause", type=float, default=0.0)
     asked = parser.parse_args()
-    world = join(asked.start)
+    world = join(asked.start or None)
     assert world is not None
     world.watch.timeout = asked.timeout
     rank = world.rank

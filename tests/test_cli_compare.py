@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from commands import LAUNCHED, forked, process
 
+BROKEN = Path(__file__).parent / "app" / "broken.py"
 SMALL = """
 [model]
 kind = "gpt"
@@ -124,11 +126,13 @@ def test_a_refusal_as_a_process_has_no_traceback(small):
 def test_workers_that_fail_leave_the_reason_and_the_rest_goes_on(small, monkeypatch):
     """Divergence ends the ranks; those that come after it are trained by new ones."""
     from penstock.app import compare_runs
+    from penstock.app.compare_cause import Cause
     from penstock.app.compare_methods import NAMED
     from penstock.app.compare_run import FOUND, REFUSED, Found
     from penstock.app.start import Request
     from penstock.app.track import Track
 
+    diverged = Cause("diverged after 3 mini-batches")
     names = ["1f1b", "gpipe", "2bw", "naive"]
     runs = [compare_runs.Run(NAMED[name], Request(str(small)), Track()) for name in names]
     started = []
@@ -139,7 +143,7 @@ def test_workers_that_fail_leave_the_reason_and_the_rest_goes_on(small, monkeypa
         started.append((workers, len(numbers)))
         for number in numbers:
             if (len(started), number) == (1, 1):
-                (folder / REFUSED.format(1, 1)).write_text('"diverged after 3 mini-batches"')
+                (folder / REFUSED.format(1, 1)).write_text(json.dumps(diverged.to_json()))
                 return 2
             if (len(started), number) == (2, 1):
                 print("Traceback ...\nMemoryError: too much", file=words, flush=True)
@@ -150,8 +154,59 @@ def test_workers_that_fail_leave_the_reason_and_the_rest_goes_on(small, monkeypa
     monkeypatch.setattr(compare_runs, "launch", launch)
     compare_runs.run_on_workers(runs, 2)
     assert started == [(2, 4), (2, 2)]
-    assert [run.note for run in runs] == [None, "diverged after 3 mini-batches", None, "MemoryError: too much"]
+    causes = [run.cause for run in runs]
+    assert causes[::2] == [None, None]
+    assert causes[1] == diverged
+    assert causes[3] == Cause("MemoryError: too much", True, "Traceback ...\nMemoryError: too much\n")
     assert [run.found is not None for run in runs] == [True, False, True, False]
+
+
+UNLUCKY = """
+[model]
+factory = "broken:make_unlucky"
+arguments = {{how = "{how}", call = 9}}
+[data]
+factory = "broken:make_batches"
+[pipeline]
+stages = 2
+microbatches = 4
+[optimizer]
+lr = 1e-2
+[training]
+steps = 6
+batch = 8
+loss = "mse"
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="more stages than cores")
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_method_that_fails_on_a_worker_shows_why_and_leaves_with_1(tmp_path, how):
+    """Once only "rank 1 ended with code 1" was said, and the command left with 0."""
+    shutil.copy(BROKEN, tmp_path)
+    file = tmp_path / "unlucky.toml"
+    file.write_text(UNLUCKY.format(how=how))
+    done = forked("compare", file, "--methods", "plain,1f1b,2bw,gpipe", "--json", ranks=7)
+    assert done.returncode == 1, done.stderr
+    plain, *rows = json.loads(done.stdout)["methods"]
+    assert not plain["failed"]
+    assert len(plain["losses"]) == 6
+    for row in rows:
+        assert row["failed"]
+        assert len(row["losses"]) < 6
+        if how == "raise":
+            source = BROKEN.read_text().splitlines()
+            line = 1 + source.index('            raise ValueError("no such luck")')
+            assert row["note"] == f"ValueError: no such luck, at {tmp_path / 'broken.py'}:{line}, in forward"
+        else:
+            killed = (
+                r"rank 1 ended by signal 9 \(SIGKILL\), possibly out of memory, in 1F\d.*\(stage 1, micro-batch \d+\)"
+            )
+            assert re.fullmatch(killed, row["note"]), row["note"]
+    if how == "raise":
+        assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+        assert "1f1b, 2bw, gpipe:\nTraceback" in done.stderr
+        assert re.search(r"^rank 1 failed in 1F\d+ \(stage 1, micro-batch \d+\): ValueError", done.stderr, re.MULTILINE)
 
 
 def test_a_signal_ends_the_whole_command(small, monkeypatch):

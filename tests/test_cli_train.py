@@ -258,3 +258,56 @@ def test_a_resume_with_one_step_left_ends_in_its_outcome(small, tmp_path):
     losses(forked("train", small, "--steps", 2, "--json", **WORKERS))
     small.write_text(SMALL + f'resume = "{tmp_path / "other" / "step-2"}"\n')
     assert losses(forked("train", small, "--steps", 3, "--json", **WORKERS)) == whole[2:]
+
+
+WITHOUT_TORCH = """
+import sys
+from penstock.cli import main
+sys.argv[0] = "penstock"
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules, "torch takes seconds to load"
+"""
+
+
+def without_torch(*arguments):
+    """A command that ends before torch is loaded: its code and what it said."""
+    words = [sys.executable, "-c", WITHOUT_TORCH, *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=environment())
+    return done.returncode, done.stderr
+
+
+def test_the_same_config_again_goes_on_or_is_refused_before_torch_is_loaded(small, tmp_path):
+    """It was refused after torch, the workers and the model: 16 seconds."""
+    kept = tmp_path / "kept"
+    whole = losses(forked("train", small, "--steps", 7, "--json", **WORKERS))
+    small.write_text(SMALL + f'checkpoint = "{kept}"\ncheckpoint_every = 1\nkeep = 2\n')
+    first = forked("train", small, "--resume", "auto", "--steps", 4, **WORKERS)
+    assert "step 1/4 " in first.stdout, "nothing is there yet: from the start"
+    assert sorted(folder.name for folder in kept.iterdir()) == ["step-3", "step-4"]
+    code, said = without_torch("train", small, "--steps", 4)
+    assert code == 2
+    assert said.startswith(f"penstock: expected a path where nothing is yet, but got {kept / 'step-3'}, which exists; ")
+    assert "go on from there with --resume auto" in said
+    code, said = without_torch("train", small, "--steps", 4, "--resume", "auto")
+    assert code == 2
+    assert f"expected training.steps to be more than the 4 that {kept / 'step-4'} has behind it, but got 4" in said
+    again = forked("train", small, "--resume", "auto", "--steps", 6, **WORKERS)
+    assert again.returncode == 0, again.stderr
+    assert [line.split()[1] for line in again.stdout.splitlines() if line.startswith("step ")] == ["5/6", "6/6"]
+    assert "steps 5 to 6, 96 samples since the first" in again.stdout
+    assert sorted(folder.name for folder in kept.iterdir()) == ["step-5", "step-6"]
+    last = forked("train", small, "--resume", kept / "step-5", "--steps", 7, "--json", **WORKERS)
+    assert last.returncode == 2, "step-6 is in its way"
+    told = json.loads(forked("train", small, "--resume", "auto", "--steps", 7, "--json", **WORKERS).stdout)
+    assert (told["steps"], told["samples"]) == (7, 112)
+    assert told["losses"] == whole[6:]
+
+
+@pytest.mark.parametrize("line", ["keep = 2", 'resume = "auto"'])
+def test_what_is_said_of_checkpoints_needs_a_path_for_them(small, line):
+    small.write_text(SMALL + line + "\n")
+    assert "training.checkpoint: expected a path to write checkpoints to, but got nothing; add it" in refused(
+        "train", small
+    )

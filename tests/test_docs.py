@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -80,3 +81,23 @@ def test_files_that_are_named_exist(page):
     assert all((page.parent / link).exists() for link in links), links
     for path in re.findall(r"`((?:tests|benchmarks|docs)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_the_plan_of_the_readme_can_be_trained(tmp_path):
+    """Its commands as they stand, one after the other; the training shortened. It was a plan that nothing could run."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (block,) = [body for body in blocks("") if "penstock plan " in body.values[0] and "README" in body.id]
+    *lines, train = block.values[0].strip().splitlines()
+    for line in lines:
+        words, _, file = line.partition(" > ")
+        done = commands.forked(*shlex.split(words)[1:], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        if file:
+            (tmp_path / file).write_text(done.stdout)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["trainable"]
+    done = commands.forked(*shlex.split(train)[1:], "--steps", 3, "--json", cwd=tmp_path, ranks=len(plan["stages"]))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["losses"]) == 3
+    assert len(found["memory"]) == len(plan["stages"]), "one process a stage"

@@ -1,6 +1,10 @@
-"""A model with a fault that only a pipeline shows: its backward looks at what the forward has last left behind."""
+"""Models with a fault that only a pipeline shows: a backward that looks at what the forward has last left behind, and a
+layer that fails on a rank."""
 
 from __future__ import annotations
+
+import os
+import signal
 
 import torch
 from torch import nn
@@ -44,3 +48,25 @@ def make_batches():
     source = torch.Generator().manual_seed(5)
     while True:
         yield torch.randn(8, 8, generator=source), torch.randn(8, 8, generator=source)
+
+
+class Unlucky(nn.Module):
+    """Fails, or ends its process, at a training forward on a rank: where losses and weights were fine before."""
+
+    def __init__(self, how, call):
+        super().__init__()
+        self.how, self.left = how, call
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled() and os.environ.get("WORLD_SIZE") == "2":
+            self.left -= 1
+        if self.left == 0 and self.how == "raise":
+            raise ValueError("no such luck")
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def make_unlucky(how, call):
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Sequential(nn.Linear(8, 8), Unlucky(how, call)))

@@ -10,9 +10,10 @@ import time
 
 import pytest
 
+import nursery
 from penstock.app.launch import launch
 from penstock.errors import InputError
-from ranks import all_gone, launched
+from ranks import LOOP, Run, all_gone, env, launched
 
 PLAIN = """
 import os, signal, sys, time
@@ -50,15 +51,24 @@ def test_threads_that_the_user_asked_for_stay(tmp_path):
     ("end", "code", "line"),
     [
         ("sys.exit(7)", 7, "rank 1 ended with code 7"),
-        ("os.kill(os.getpid(), 9)", 137, "rank 1 ended by signal 9 (SIGKILL), possibly out of memory"),
-        ("os.kill(os.getpid(), 11)", 139, "rank 1 ended by signal 11 (SIGSEGV)"),
+        (
+            "os.kill(os.getpid(), 9)",
+            137,
+            "rank 1 ended by signal 9 (SIGKILL), possibly out of memory, before it met the others",
+        ),
+        ("os.kill(os.getpid(), 11)", 139, "rank 1 ended by signal 11 (SIGSEGV), before it met the others"),
     ],
 )
 def test_the_first_failing_rank_is_named_and_the_rest_is_ended(tmp_path, end, code, line):
-    text = f"if rank == 1:\n    {end}\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(100)"
+    text = (
+        "from pathlib import Path\nready = [Path(__file__).with_name(f'{other}.ready') for other in (0, 2)]\n"
+        "while rank == 1 and not all(file.exists() for file in ready):\n    time.sleep(0.01)\n"
+        f"if rank == 1:\n    {end}\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready[rank // 2].touch()\ntime.sleep(100)"
+    )
     with launched(tmp_path, 3, script=script(tmp_path, text)) as run:
         pids = run.begun(3)
-        all_gone([pids[1]], 1.0)
+        all_gone([pids[1]], 5.0)
         all_gone([pids[0], pids[2]], 5.0)  # from the first one's end to that of those who do not listen
         assert run.wait() == code
         assert run.said == f"penstock: {line}\npenstock: still running 4.4 s later, and ended: rank 0, 2\n"
@@ -72,6 +82,53 @@ def test_what_a_failed_worker_has_started_ends_too(tmp_path):
     with launched(tmp_path, 1, script=script(tmp_path, text)) as run:
         assert run.wait() == 3
         all_gone([int(run.out.read_text().split("child ")[1])], 1.0)
+
+
+LOADS = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+class Slow(Dataset):
+    def __len__(self):
+        return 10**6
+    def __getitem__(self, at):
+        time.sleep(0.01)
+        return torch.zeros(4)
+for number, batch in enumerate(DataLoader(Slow(), batch_size=2, num_workers=2)):
+    if number == 3:
+        print("loading")
+"""
+
+
+@pytest.mark.parametrize("victim", [0, None])
+def test_processes_that_load_data_leave_no_directories(tmp_path, victim):
+    """Theirs for sockets, which they remove when they end by themselves: the launcher ends them before that."""
+    rest = tmp_path / "rest"
+    rest.mkdir()
+    with launched(tmp_path, 2, script=script(tmp_path, LOADS), fork=False, TMPDIR=rest) as run:
+        pids = run.begun(2)
+        while run.out.read_text().count("loading") < 2:
+            assert run.process.poll() is None, run.said
+            time.sleep(0.02)
+        assert [folder.name[:5] for folder in rest.iterdir()] == ["pymp-"] * 4
+        os.kill(
+            run.process.pid if victim is None else pids[victim], signal.SIGTERM if victim is None else signal.SIGKILL
+        )
+        all_gone([*pids.values()], 5.0)
+        run.wait()
+        assert list(rest.iterdir()) == []
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.6, 1.2, 2.4])
+def test_a_launcher_that_is_ended_while_torch_loads_ends_at_once(tmp_path, seconds):
+    command = [sys.executable, "-c", nursery.LAUNCH, "2", sys.executable, LOOP, "none", "0", "--rows", "100000"]
+    run = Run(command, env(), tmp_path)
+    try:
+        time.sleep(seconds)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.wait(5.0) in (128 + signal.SIGTERM, -signal.SIGTERM)
+        assert run.said == ""
+    finally:
+        run.end()
 
 
 def test_a_worker_that_ignores_ctrl_c_is_ended_all_the_same(tmp_path):
@@ -100,7 +157,7 @@ def test_ctrl_c_comes_once_and_can_be_handled(tmp_path):
 
 
 def test_ctrl_c_while_workers_load_is_no_traceback(tmp_path):
-    (tmp_path / "heavy.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(100)\n")
+    (tmp_path / "heavy.py").write_text("import os, time\nos.write(1, b'loading\\n')\ntime.sleep(100)\n")
     text = (
         "import sys\nfrom penstock.app.launch import launch\nfrom penstock.app.worker import command\n"
         "sys.exit(launch(command('heavy', []), 2))"

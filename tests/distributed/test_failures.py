@@ -7,13 +7,15 @@ import os
 import random
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from ranks import Run, all_gone, launched
+from ranks import Run, all_gone, env, launched
 
+TESTS = Path(__file__).parent.parent
 SCRIPT = str(Path(__file__).parent / "train_rank.py")
 LIMIT = 5.0  # seconds in which all have to end
 PLACE = r"\d+([FBIW]\d+(@\d+)?([<>]\d+)? \(stage \d+, micro-batch \d+\)|U@\d+ \(stage \d+\))"
@@ -39,10 +41,33 @@ def test_killed_at_a_random_action_twenty_times(tmp_path):
             all_gone([*pids.values()], LIMIT)
             assert run.wait() == 128 + signal.SIGKILL
             assert f"rank {victim} ended by signal 9 (SIGKILL), possibly out of memory" in run.said
-            named = re.search(rf"rank \d stops.*: rank {victim} died( in {PLACE})? without a word", run.said)
-            assert named, run.said
+            where = rf"(in {PLACE}|between two steps, after {PLACE}|before its first step \(stage {victim}\))"
+            assert re.search(rf"rank \d stops.*: rank {victim} died {where} without a word", run.said), run.said
+            assert re.search(
+                rf"penstock: rank {victim} ended by signal 9 .*possibly out of memory, {where}\n", run.said
+            )
             assert "Traceback" not in run.said, run.said
     assert shm() == before
+
+
+def test_under_torchrun_the_place_of_a_killed_rank_is_told_too(tmp_path):
+    """Its agent ends the others as soon as it sees the death: they have to be quick."""
+    dice = random.Random(5)
+    for attempt in range(3):
+        victim, asked = dice.randrange(2), {"steps": 100_000, "schedule": dice.choice(["1f1b", "2bw"])}
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        run = Run([*command, SCRIPT, json.dumps(asked)], env(PYTHONPATH=TESTS), tmp_path / str(attempt))
+        try:
+            pids = run.begun(2)
+            time.sleep(dice.random() * 0.6)
+            os.kill(pids[victim], signal.SIGKILL)
+            all_gone([*pids.values()], LIMIT)
+            assert run.wait() != 0
+            where = rf"(in {PLACE}|between two steps, after {PLACE}|before its first step \(stage {victim}\))"
+            assert re.search(rf"rank {1 - victim} stops: rank {victim} died {where} without a word", run.said), run.said
+            assert f"rank      : {victim} (local_rank" in run.said.split("Root Cause")[1], run.said
+        finally:
+            run.end()
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])

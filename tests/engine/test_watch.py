@@ -16,7 +16,7 @@ import pytest
 from penstock.core.action import Op
 from penstock.core.endless import Row
 from penstock.engine.watch.blame import blame
-from penstock.engine.watch.board import EVERYBODY, Board, Page, State
+from penstock.engine.watch.board import EVERYBODY, Board, Page, Slot, State
 from penstock.engine.watch.failure import Failure
 from penstock.engine.watch.patience import Patience
 from penstock.engine.watch.sight import Sight, look
@@ -46,7 +46,8 @@ def test_a_rank_killed_at_a_random_moment_ends_all_and_is_named(tmp_path):
                 assert re.search(f"rank {other} stops: rank {victim} died in {place} without a word", run.said), (
                     run.said
                 )
-            assert f"penstock: rank {victim} ended by signal 9 (SIGKILL), possibly out of memory\n" in run.said
+            ended = rf"penstock: rank {victim} ended by signal 9 \(SIGKILL\), possibly out of memory, in {place}\n"
+            assert re.search(ended, run.said), run.said
             assert "Traceback" not in run.said
     assert shm() == before
 
@@ -93,6 +94,44 @@ def test_a_rank_that_has_ended_is_not_waited_for(tmp_path):
     with launched(tmp_path, 2, "exit", "1") as run:
         assert run.wait() == 1
         assert "rank 0 stops: rank 1 has ended, but rank 0 waits for it in 0F5 (stage 0, micro-batch 5)" in run.said
+
+
+def test_a_rank_that_leaves_by_os_exit_is_named_and_not_the_one_that_waits_for_it(tmp_path):
+    """Its code is 0: the other, which can only stop, was once named."""
+    with launched(tmp_path, 2, "leave", "1") as run:
+        assert run.wait() == 1
+        place = r"in 1F5 \(stage 1, micro-batch 5\)"
+        assert re.search(rf"rank 0 stops: rank 1 died {place} without a word: .*, or left by os._exit\n", run.said), (
+            run.said
+        )
+        left = rf"penstock: rank 1 left with code 0 {place}, where others needed it: does its code call os._exit\?\n"
+        assert re.search(left, run.said), run.said
+
+
+def test_under_torchrun_too(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", LOOP]
+    run = Run([*command, "leave", "1"], env(), tmp_path)
+    try:
+        assert run.wait() != 0
+        cause = run.said.split("Root Cause")[1]
+        assert "rank 1 died in 1F5 (stage 1, micro-batch 5) without a word" in cause, run.said
+    finally:
+        run.end()
+
+
+def test_where_a_rank_is_in_words():
+    board = Board()
+    page = Page(board.file.path)
+    assert page.place == "while it was starting"
+    board.page[Slot.STATE] = State.RUNNING
+    assert page.place == "before its first step"
+    board.name_stages([5, 2])
+    assert page.place == "before its first step (stages 2, 5)"
+    board.doing(Row(Op.B, 5, 3, 0, -1))
+    assert page.place == "in 5B3 (stage 5, micro-batch 3)"
+    board.outside()
+    board.outside()
+    assert page.place == "between two steps, after 5B3 (stage 5, micro-batch 3)"
 
 
 MEET = """
@@ -171,7 +210,7 @@ def test_sigterm_to_the_launcher_and_to_one_rank(tmp_path):
             os.kill(pids[1] if to_rank else run.process.pid, signal.SIGTERM)
             all_gone([*pids.values()], LIMIT)
             assert run.wait() == 128 + signal.SIGTERM
-            assert ("penstock: rank 1 ended by signal 15 (SIGTERM)\n" in run.said) == to_rank
+            assert ("penstock: rank 1 ended by signal 15 (SIGTERM), in 1F" in run.said) == to_rank
 
 
 def test_a_handler_of_the_users_own_still_handles(tmp_path):
@@ -279,7 +318,7 @@ def test_saying_what_comes_next_costs_less_than_a_microsecond():
 
 def test_a_board_is_read_by_others_while_it_changes():
     board = Board()
-    page = Page(os.getpid(), board.fd)
+    page = Page(board.file.path)
     board.doing(Row(Op.B, 0, 0, 0, -1))
     board.wait(3, time.monotonic_ns() - 2_000_000_000)
     board.beat()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 from penstock.engine.host import LOOPBACK, identity, interface_to
-from penstock.engine.meeting import place
+from penstock.engine.meeting import place, start_timeout
 from penstock.engine.world import join
 from penstock.errors import InputError
 from ranks import LOOP, Run, by_hand, env, free_port, launched
@@ -122,6 +125,44 @@ def test_a_missing_rank_is_named(tmp_path):
         assert [run.wait() for run in runs] == [1, 1]
         for run in runs:
             assert "expected 4 ranks (WORLD_SIZE) at the start, but ranks 1, 3 are missing after" in run.said
+
+
+def test_how_long_missing_ranks_are_waited_for_is_a_setting(tmp_path):
+    with by_hand(tmp_path, [0], 2, "none", "0", "--start", "0", PENSTOCK_START_TIMEOUT="1.2") as [run]:
+        assert run.wait(30) == 1
+        assert "but rank 1 is missing after 1 s; look at what they say, or start them" in run.said
+        assert "PENSTOCK_START_TIMEOUT in the environment is how many seconds to wait" in run.said
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_a_wait_that_is_no_number_is_refused(text):
+    with pytest.raises(InputError, match=f"above 0 in PENSTOCK_START_TIMEOUT, but got '{text}'"):
+        start_timeout({"PENSTOCK_START_TIMEOUT": text})
+
+
+def test_a_rank_that_ends_while_others_are_waited_for_is_found_at_once(tmp_path):
+    """Without a launcher: whoever has come looks at the processes of those that came."""
+    port = free_port()
+    with by_hand(tmp_path, [0, 1], 3, "none", "0", MASTER_PORT=port) as runs:
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+        store.wait(["penstock/0/here/1"], timedelta(seconds=60))
+        os.kill(runs[1].process.pid, signal.SIGKILL)
+        assert runs[0].wait(20) == 1, "ranks are waited for a minute"
+        assert "rank 1 ended before all ranks had met; look at what it says" in runs[0].said
+
+
+def test_a_rank_that_the_launcher_sees_end_is_not_waited_for(tmp_path):
+    script = tmp_path / "gone.py"
+    script.write_text(
+        "import os, sys, time\nprint('rank', os.environ['RANK'], 'begins as', os.getpid(), flush=True)\n"
+        "if os.environ['RANK'] == '1':\n    time.sleep(1)\n    sys.exit(3)\n"
+        "from penstock.engine.world import join\njoin()\n"
+    )
+    with launched(tmp_path, 3, script=str(script)) as run:
+        assert run.wait() == 3
+        assert "still running" not in run.said  # those that wait are told, and not ended after some time
+        assert run.said.endswith("penstock: rank 1 ended with code 3\n")
+        assert run.said.count("rank 1 ended before all ranks had met") == 2
 
 
 def test_a_missing_rank_0_is_named_by_its_port(tmp_path):

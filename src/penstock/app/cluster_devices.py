@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from time import perf_counter
 import torch
 
 from penstock.core.cluster import Device
+from penstock.engine.host import cores
 from penstock.engine.transport.memory import available
 from penstock.errors import InputError
 
@@ -23,7 +23,7 @@ TIMES = 9
 def count_devices(wanted: int | None) -> int:
     """How many to describe: all CUDA devices, or a worker for each core, unless said otherwise."""
     if not torch.cuda.is_available():
-        return len(os.sched_getaffinity(0)) if wanted is None else wanted
+        return cores() if wanted is None else wanted
     here = torch.cuda.device_count()
     if wanted is not None and wanted > here:
         raise InputError(f"at most the {here} CUDA devices of this host", wanted, "ask for fewer devices")

@@ -14,9 +14,9 @@ from typing import TextIO
 
 import torch
 
+from penstock.app.compare_cause import cause_of
 from penstock.app.compare_memory import footprint, fullest
 from penstock.app.compare_methods import Method, chosen
-from penstock.app.compare_run import reason
 from penstock.app.compare_runs import Run, run_inline, run_on_workers
 from penstock.app.compare_setup import Setup, batch_rows, require_own_stages, require_rate
 from penstock.app.compare_times import pace, simulated
@@ -25,6 +25,7 @@ from penstock.app.progress import ShowMany, progress_of_many
 from penstock.app.start import Request, launched
 from penstock.app.stopped_costs import stopped_costs
 from penstock.app.track import Track
+from penstock.engine.host import cores
 from penstock.errors import InputError
 
 
@@ -52,7 +53,7 @@ def compare(request: Request, wish: Wish, out: TextIO | None = None) -> Comparis
     workers = section.stages if _on_workers(section.stages, wish.inline) else 0
     with progress_of_many(len(methods), setup.steps, out) as show:
         runs = [_run(setup, method, at, show) for at, method in enumerate(methods)]
-        able = [run for run in runs if run.note is None]
+        able = [run for run in runs if run.cause is None]
         if workers:
             run_on_workers(able, workers)
         else:
@@ -63,7 +64,7 @@ def compare(request: Request, wish: Wish, out: TextIO | None = None) -> Comparis
 
 
 def _on_workers(stages: int, inline: bool) -> bool:
-    return not inline and 2 <= stages <= len(os.sched_getaffinity(0))
+    return not inline and 2 <= stages <= cores()
 
 
 def _clock(workers: int) -> tuple[str, str]:
@@ -79,22 +80,22 @@ def _clock(workers: int) -> tuple[str, str]:
 
 
 def _run(setup: Setup, method: Method, at: int, show: ShowMany) -> Run:
-    """Ready to be trained, or with a note why it cannot be."""
+    """Ready to be trained, or with the cause why it cannot be."""
     told = partial(show, method.name, at * setup.steps)
     run = Run(method, setup.request(method), Track(told))
     try:
         run.request.task()
         setup.kept(method)
     except Exception as error:
-        run.note = reason(error, 0)
+        run.cause = cause_of(error, 0)
     return run
 
 
 def _row(setup: Setup, run: Run, runs: Sequence[Run]) -> Row:
     """The figures of a run. Times of an inline one are simulated from those of all runs with its stages."""
     method, track, found = run.method, run.track, run.found
-    if found is None or run.note is not None:
-        return Row(method, track.losses, track.seconds, note=run.note)
+    if found is None or run.cause is not None:
+        return Row(method, track.losses, track.seconds, cause=run.cause)
     task, kept = run.request.task(), setup.kept(method)
     built, again = setup.built(method, task), task.config.pipeline.recompute != "never"
     memory = fullest(built, setup.steps, kept, found.stages, again)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.app.compare_cause import FINITE, cause_of
 from penstock.app.compare_memory import StageBytes, stage_bytes
 from penstock.app.compare_times import utilisation
 from penstock.app.pipeline import Pipeline
@@ -25,12 +26,10 @@ from penstock.app.task import Task
 from penstock.app.track import Track
 from penstock.app.train import last_run
 from penstock.engine.clock import Clock
-from penstock.errors import InputError, PenstockError
+from penstock.errors import InputError, RankError
 from penstock.model.heap import bytes_of
 
 NOTES, FOUND, REFUSED = "notes", "found-{}.json", "refused-{}-{}.json"  # by run, and by rank
-FINITE = ("a finite loss", "finite gradients")  # that a pipeline expects
-DIVERGED = "diverged"
 WARMING = 2  # steps whose times are left out, where there are more
 
 
@@ -99,19 +98,6 @@ def _busy(pipe: Pipeline) -> float | None:
     return float(np.mean([seen.timeline(step).utilisation for step in warm]))
 
 
-def plural(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}es"
-
-
-def reason(error: Exception, done: int) -> str:
-    """Why a method has no figures."""
-    if isinstance(error, InputError):
-        if error.expected in FINITE:
-            return f"{DIVERGED} after {plural(done, 'mini-batch')}"
-        return f"expected {error.expected}, but got {error.came}"
-    return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-
-
 def work(request: Request) -> int:
     """A worker's share of several runs. What went wrong is left for whoever started it, by the rank that knows."""
     folder, first = Path(request.flags["out"]), rank() == 0
@@ -121,9 +107,13 @@ def work(request: Request) -> int:
             try:
                 task = Request(request.config, changes).task()
                 found = plain(task, track) if request.flags["plain"] else on_rank(task, track)
-            except InputError as error:
-                said = reason(error, len(track.losses))
-                (folder / REFUSED.format(number, rank())).write_text(json.dumps(said), encoding="utf-8")
+            except RankError:  # another rank has failed, and leaves the cause
+                raise
+            except Exception as error:
+                cause = cause_of(error, len(track.losses)).to_json()
+                (folder / REFUSED.format(number, rank())).write_text(json.dumps(cause), encoding="utf-8")
+                if not isinstance(error, InputError):
+                    raise  # the other ranks have to be told
                 return 2
             if first:
                 (folder / FOUND.format(number)).write_text(json.dumps(found.to_json()), encoding="utf-8")

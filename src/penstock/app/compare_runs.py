@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from penstock.app.compare_cause import Cause, cause_of
 from penstock.app.compare_memory import stage_bytes
 from penstock.app.compare_methods import Method
-from penstock.app.compare_run import FOUND, NOTES, REFUSED, Found, plain, reason, train
+from penstock.app.compare_run import FOUND, NOTES, REFUSED, Found, plain, train
 from penstock.app.launch import launch
 from penstock.app.start import Request
 from penstock.app.stopwatch import Stopwatch
@@ -23,13 +25,13 @@ ENDED = (129, 130, 143)  # codes of a launcher that was told to end: by SIGHUP, 
 
 @dataclass
 class Run:
-    """One method, as it was asked for and as it went: found, or a note why not."""
+    """One method, as it was asked for and as it went: what was found, or the cause why nothing was."""
 
     method: Method
     request: Request
     track: Track
     found: Found | None = None
-    note: str | None = None
+    cause: Cause | None = None
     watch: Stopwatch | None = None  # of a run whose times are to be simulated
 
 
@@ -45,7 +47,7 @@ def run_inline(run: Run) -> None:
         train(pipe, task, run.track)
         run.found = Found(stage_bytes(pipe), None)
     except Exception as error:  # it is told in the method's row: others go on
-        run.note = reason(error, len(run.track.losses))
+        run.cause = cause_of(error, len(run.track.losses))
 
 
 def run_on_workers(runs: Sequence[Run], workers: int) -> None:
@@ -59,7 +61,7 @@ def run_on_workers(runs: Sequence[Run], workers: int) -> None:
 
 
 def _launched(runs: Sequence[Run], workers: int, alone: bool) -> int:
-    """How many of them were trained to the end; the next one then has a note."""
+    """How many of them were trained to the end; the next one then has a cause."""
     with TemporaryDirectory(prefix="penstock-") as name:
         folder = Path(name)
         changes = [(number, run.request.changes) for number, run in enumerate(runs)]
@@ -69,7 +71,7 @@ def _launched(runs: Sequence[Run], workers: int, alone: bool) -> int:
             number, loss, seconds = line.split()
             runs[int(number)].track.take(float(loss), float(seconds))
 
-        with (folder / WORDS).open("w", encoding="utf-8") as said, following(folder / NOTES, take):
+        with (folder / WORDS).open("a", encoding="utf-8") as said, following(folder / NOTES, take):
             code = launch(command("penstock.app.compare_run", words), workers, said)
         if code in ENDED:
             raise SystemExit(code)
@@ -80,17 +82,21 @@ def _taken(runs: Sequence[Run], folder: Path, failed: bool) -> int:
     for number, run in enumerate(runs):
         file = folder / FOUND.format(number)
         if not file.exists():
-            run.note = _why(folder, number)
+            run.cause = _why(folder, number)
             return number
         run.found = Found.from_json(json.loads(file.read_text(encoding="utf-8")))
     if failed:
-        runs[-1].note = _why(folder, len(runs) - 1)
+        runs[-1].cause = _why(folder, len(runs) - 1)
     return len(runs)
 
 
-def _why(folder: Path, number: int) -> str:
-    """What a rank has left behind, or else the last words."""
-    for file in sorted(folder.glob(REFUSED.format(number, "*"))):
-        return str(json.loads(file.read_text(encoding="utf-8")))
-    said = [line for line in (folder / WORDS).read_text(encoding="utf-8").splitlines() if line.strip()]
-    return said[-1] if said else "the workers ended without a word"
+def _why(folder: Path, number: int) -> Cause:
+    """What the first rank that failed has left behind; else the launcher's last words, after those of the ranks."""
+    said = (folder / WORDS).read_text(encoding="utf-8", errors="replace")
+    left = sorted(folder.glob(REFUSED.format(number, "*")), key=lambda file: file.stat().st_mtime_ns)
+    if left:
+        cause = Cause.from_json(json.loads(left[0].read_text(encoding="utf-8")))
+        place = re.search(r"^rank \d+ failed in .*$", said, re.MULTILINE)  # its stage and micro-batch
+        return replace(cause, traceback=f"{cause.traceback}{place[0]}\n") if cause.failed and place else cause
+    lines = [line for line in said.splitlines() if line.strip()] or ["the workers ended without a word"]
+    return Cause(lines[-1].removeprefix("penstock: "), True, said)

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from penstock.app.compare_cause import DIVERGED, Cause, plural
 from penstock.app.compare_memory import KINDS
 from penstock.app.compare_methods import Method
-from penstock.app.compare_run import DIVERGED, plural
 from penstock.reports.describe import number, percent, seconds
 from penstock.reports.loss_chart import LossCurve, loss_chart
 from penstock.reports.table_page import table_page
@@ -22,7 +22,7 @@ WIDTH = 132  # of a table that goes to no terminal
 
 @dataclass(frozen=True)
 class Row:
-    """One method. Where `note` says why, there are no figures; losses and moments are as many as there were."""
+    """One method. Where there is a `cause`, there are no figures; losses and moments are as many as there were."""
 
     method: Method
     losses: list[float]
@@ -30,7 +30,11 @@ class Row:
     pace: float | None = None  # seconds of a mini-batch in the steady state
     utilisation: float | None = None
     memory: dict[str, float] = field(default_factory=dict)  # bytes on the fullest rank, by kind
-    note: str | None = None
+    cause: Cause | None = None
+
+    @property
+    def note(self) -> str | None:
+        return None if self.cause is None else self.cause.note
 
     @property
     def loss(self) -> float | None:
@@ -60,10 +64,27 @@ class Comparison:
     def notes(self) -> list[str]:
         return [f"{row.method.name}: {row.note}" for row in self.rows if row.note is not None]
 
+    @property
+    def failed(self) -> bool:
+        """Whether a method was ended by an exception or a death, or none could be trained."""
+        return any(row.cause is not None and row.cause.failed for row in self.rows) or all(
+            row.cause is not None for row in self.rows
+        )
+
+    def tracebacks(self) -> list[str]:
+        """What ended methods, each once, under the names of those that it ended."""
+        names: dict[str, list[str]] = {}
+        texts: dict[str, str] = {}
+        for row in self.rows:
+            if row.cause is not None and row.cause.traceback:
+                names.setdefault(row.cause.note, []).append(row.method.name)
+                texts.setdefault(row.cause.note, row.cause.traceback)
+        return [f"{', '.join(names[note])}:\n{text.rstrip()}" for note, text in texts.items()]
+
     def cells(self, row: Row) -> list[str]:
         """Of the table: memory in MiB."""
-        if row.note is not None:
-            came = DIVERGED if row.note.startswith(DIVERGED) else "not run"
+        if row.cause is not None:
+            came = DIVERGED if row.cause.diverged else "failed" if row.cause.failed else "not run"
             return [row.method.name, *("-" for _ in HEADS[1:-2]), came, "-"]
         assert row.pace is not None
         memory = [row.memory[kind] for kind in KINDS]
@@ -104,6 +125,7 @@ class Comparison:
             "schedule": row.method.schedule,
             "options": row.method.options,
             "note": row.note,
+            "failed": row.cause is not None and row.cause.failed,
             "samples_per_second": self.batch / row.pace if row.pace else None,
             "utilisation": row.utilisation,
             "memory": row.memory,

@@ -116,7 +116,8 @@ class TrainingSection(Section):
     report: Words | None = None
     checkpoint: Words | None = None
     checkpoint_every: Count | None = None
-    resume: Words | None = None
+    keep: Count | None = None  # the newest checkpoints, of those of this run; all unless said
+    resume: Words | None = None  # a checkpoint, or "auto": the newest of this run, if there is one
 
 
 class Config(Section):

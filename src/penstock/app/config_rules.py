@@ -10,6 +10,7 @@ from typing import Any
 from penstock.app.config import as_arguments
 from penstock.app.config_faults import Fault, nearest, shown
 from penstock.app.config_schedule import schedule_faults
+from penstock.app.kept_steps import AUTO
 
 Good = dict[str, Any]  # by dotted key
 
@@ -42,7 +43,8 @@ def _training(good: Good) -> Iterator[Fault]:
     if batch and parts and batch < parts:
         expected = f"at least {parts} rows, one for each micro-batch"
         yield Fault("training.batch", expected, str(batch), "enlarge it, or lower pipeline.microbatches")
-    if good.get("training.checkpoint_every") and good.get("training.checkpoint", 0) is None:
+    wants = good.get("training.checkpoint_every") or good.get("training.keep") or good.get("training.resume") == AUTO
+    if wants and good.get("training.checkpoint", 0) is None:
         yield Fault("training.checkpoint", "a path to write checkpoints to", "nothing", "add it")
 
 

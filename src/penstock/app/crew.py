@@ -95,7 +95,9 @@ def muster(shape: Shape, timeout: float) -> Crew:
             world.size,
             f"launch with --nproc-per-node {shape.ranks} (over all hosts together), or use stages={world.size}",
         )
-    return Crew(world, shape.placement)
+    found = Crew(world, shape.placement)
+    world.watch.board.name_stages(found.here)
+    return found
 
 
 def require_agreement(crew: Crew, settings: dict[str, Any]) -> None:

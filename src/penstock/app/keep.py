@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.app.kept_steps import NAME, is_due, remove_old
 from penstock.app.pipeline import Pipeline
 from penstock.engine.watch.speak import say
 from penstock.errors import InputError
@@ -21,6 +22,7 @@ class Keep:
     path: str | None
     every: int | None
     steps: int
+    keep: int | None = None  # how many of the newest; all unless said
     seen: int = -1  # the step at which one was last due
     last: str | None = None  # that was written
     failed: list[str] = field(default_factory=list)
@@ -38,7 +40,7 @@ class Keep:
         self.pipe.settle()
         if self.seen != self.pipe.index:
             self.seen = self.pipe.index
-            self._save(str(Path(self.path) / f"step-{self.seen}"))
+            self._save(str(Path(self.path) / NAME.format(self.seen)))
 
     def _save(self, path: str) -> None:
         try:
@@ -50,9 +52,11 @@ class Keep:
                 say(f"penstock: no checkpoint after step {self.seen}: {error}; {last}\n")
         else:
             self.last = path
+            if self.keep is not None and self.pipe.crew.world.rank == 0:
+                remove_old(str(Path(path).parent), self.keep)
 
     def _due(self, done: int) -> bool:
-        return done == self.steps or (self.every is not None and done % self.every == 0)
+        return is_due(done, self.steps, self.every)
 
     def _will_write(self, name: str) -> bool:
         """Without a flush it is not known which steps there will be one of."""

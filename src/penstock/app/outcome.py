@@ -34,6 +34,16 @@ class Outcome:
     predicted: Timeline | None = None  # of the same step, from those before it
     plain: tuple[PlainRun, ...] = ()
     unsaved: tuple[str, ...] = ()  # checkpoints that could not be written
+    begun: int = 0  # steps of earlier runs, which this one went on from
+    batch: int = 0  # samples of a step
+
+    @property
+    def counted(self) -> str:
+        """How many steps, those of earlier runs told apart."""
+        if not self.begun:
+            return f"{len(self.losses)} steps"
+        steps = self.begun + len(self.losses)
+        return f"steps {self.begun + 1} to {steps}, {steps * self.batch:,} samples since the first"
 
     @property
     def step_seconds(self) -> float:
@@ -43,6 +53,8 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         return {
             "losses": self.losses,
+            "steps": self.begun + len(self.losses),
+            "samples": (self.begun + len(self.losses)) * self.batch,
             "seconds_per_step": self.step_seconds,
             "memory": self.memory,
             "traffic": self.traffic,

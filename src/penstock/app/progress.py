@@ -18,21 +18,21 @@ class Show(Protocol):
 
 
 @contextmanager
-def progress(steps: int, log_every: int, out: TextIO | None) -> Iterator[Show]:
-    """Shows a run of so many steps."""
+def progress(steps: int, log_every: int, out: TextIO | None, begun: int = 0) -> Iterator[Show]:
+    """Shows a run of so many steps, of which an earlier run has done some."""
     if out is None:
         yield lambda done, loss: None
     elif out.isatty():
         with _bar(out) as bar:
-            task = bar.add_task("training", total=steps, loss="-", rate="-")
-            begun = perf_counter()
+            task = bar.add_task("training", total=steps, completed=begun, loss="-", rate="-")
+            since = perf_counter()
 
             def show(done: int, loss: float) -> None:
-                bar.update(task, completed=done, loss=f"{loss:.4f}", rate=_rate(done, begun))
+                bar.update(task, completed=done, loss=f"{loss:.4f}", rate=_rate(done - begun, since))
 
             yield show
     else:
-        yield _Lines(steps, log_every, out)
+        yield _Lines(steps, log_every, out, begun)
 
 
 class ShowMany(Protocol):
@@ -84,13 +84,14 @@ def _counting() -> tuple[ProgressColumn, ...]:
 class _Lines:
     """A line for the first step, for every so many, and for the last."""
 
-    def __init__(self, steps: int, log_every: int, out: TextIO) -> None:
-        self.steps, self.log_every, self.out, self.begun = steps, log_every, out, perf_counter()
+    def __init__(self, steps: int, log_every: int, out: TextIO, begun: int) -> None:
+        self.steps, self.log_every, self.out, self.begun, self.since = steps, log_every, out, begun, perf_counter()
 
     def __call__(self, done: int, loss: float) -> None:
-        if done == 1 or done == self.steps or done % self.log_every == 0:
-            left = (perf_counter() - self.begun) / done * (self.steps - done)
-            line = f"step {done}/{self.steps}  loss {loss:.4f}  {_rate(done, self.begun)}  {left:.0f} s left"
+        new = done - self.begun
+        if new == 1 or done == self.steps or done % self.log_every == 0:
+            left = (perf_counter() - self.since) / new * (self.steps - done)
+            line = f"step {done}/{self.steps}  loss {loss:.4f}  {_rate(new, self.since)}  {left:.0f} s left"
             print(line, file=self.out, flush=True)
 
 

@@ -94,5 +94,5 @@ def _first_to_say(error: InputError) -> bool:
         return True
     from penstock.engine.world import join
 
-    world = join(timeout=60.0)
+    world = join()
     return world is None or world.store.add(f"refused/{zlib.crc32(str(error).encode())}", 1) == 1

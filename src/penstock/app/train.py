@@ -18,6 +18,7 @@ from rich.console import Console
 
 from penstock.app.footprint import peak, resident
 from penstock.app.keep import Keep
+from penstock.app.kept_steps import require_steps_left, resumed_from
 from penstock.app.lasting_output import LastingOutput
 from penstock.app.outcome import Outcome, table
 from penstock.app.pipeline import Pipeline
@@ -56,17 +57,18 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
     """Train as the config says. Every rank runs this and gets the same outcome."""
     settings, before = task.config.training, resident()
     pipe = task.pipeline()
-    begun = _resumed(pipe, settings.resume, settings.steps)
+    begun = _resumed(pipe, resumed_from(settings.resume, settings.checkpoint), settings.steps)
     left = settings.steps - begun
-    losses, seconds, kept = [], [], Keep(pipe, settings.checkpoint, settings.checkpoint_every, settings.steps)
+    losses, seconds = [], []
+    kept = Keep(pipe, settings.checkpoint, settings.checkpoint_every, settings.steps, settings.keep)
     kept.require_room()
-    with progress(left, settings.log_every, out) as show:
+    with progress(settings.steps, settings.log_every, out, begun) as show:
         clock = perf_counter()
         for step in pipe.train(task.batches(begun, left)):
             now = perf_counter()
             seconds.append(now - clock)
             losses.append(step.loss)
-            show(len(losses), step.loss)
+            show(begun + len(losses), step.loss)
             kept.after(begun + len(losses))
             clock = perf_counter()
     seen = pipe.measured() if isinstance(pipe.clock, Clock) and losses and not pipe.crew.alone else None
@@ -80,6 +82,8 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
         last_run(pipe) if seen is None else seen.timeline(),
         None if seen is None or len(losses) < PREDICT_FROM else seen.predicted(),
         unsaved=tuple(kept.failed),
+        begun=begun,
+        batch=settings.batch,
     )
 
 
@@ -87,9 +91,7 @@ def _resumed(pipe: Pipeline, path: str | None, steps: int) -> int:
     """Steps that lie behind."""
     if path is not None:
         pipe.load(path)
-    if pipe.index >= steps:
-        expected = f"training.steps to be more than the {pipe.index} that {path} has behind it"
-        raise InputError(expected, steps, "train further, or from an earlier checkpoint")
+    require_steps_left(pipe.index, steps, path)
     return pipe.index
 
 
@@ -123,7 +125,7 @@ def _close(outcome: Outcome, task: Task, told: TextIO) -> bool:
     console.print(table(outcome))
     if outcome.losses:
         ends = f"loss {outcome.losses[0]:.4f} at first, {outcome.losses[-1]:.4f} at last"
-        console.print(f"{ends}, {len(outcome.losses)} steps", highlight=False)
+        console.print(f"{ends}, {outcome.counted}", highlight=False)
     if report is not None and outcome.timeline is not None:
         from penstock.reports.html import html
 

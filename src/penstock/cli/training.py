@@ -22,6 +22,12 @@ def train(
     config: ConfigFile,
     steps: Annotated[int | None, typer.Option(help="Steps, in place of the config's.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the measured run to this HTML file.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Train by this plan, in place of the config's stages and schedule.")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on from this checkpoint; auto: from the newest of this run, if there is one.")
+    ] = None,
     inline: Inline = False,
     as_json: AsJson = False,
 ) -> None:
@@ -29,11 +35,24 @@ def train(
 
     Example: `penstock train examples/gpt.toml --steps 50 --report run.html`
     """
-    from penstock.app.start import Request, start
+    from penstock.app.config_text import read_raw
+    from penstock.app.kept_steps import refuse_early
+
+    asked = {
+        "training.steps": steps,
+        "training.report": None if report is None else str(report),
+        "training.resume": resume,
+    }
+    changes: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+    if plan is not None:
+        own = ("stages", "cuts", "chunks", "schedule", "microbatches")
+        changes |= {f"pipeline.{name}": None for name in own} | {"pipeline.options": {}, "pipeline.plan": str(plan)}
+    section = read_raw(config, changes).get("training")
+    if isinstance(section, dict):
+        refuse_early(section)
+    from penstock.app.start import Request, start  # with torch
     from penstock.app.train import train as work
 
-    asked = {"training.steps": steps, "training.report": None if report is None else str(report)}
-    changes = {key: value for key, value in asked.items() if value is not None}
     request = Request(str(config), changes, {"json": as_json})
     raise typer.Exit(start("penstock.app.train", work, request, inline))
 
@@ -81,6 +100,7 @@ def compare(
     """Train the same model with the same data, seed and budget by each method: speed, memory and loss side by side.
 
     On local workers, where there are cores for all stages, times are measured; else they are simulated.
+    Leaves with 1 where an exception or the death of a worker ended a method, or none could be trained.
 
     Example: `penstock compare examples/gpt.toml --steps 40 --methods plain,1f1b,pipedream,2bw --html compare.html`
     """
@@ -99,11 +119,13 @@ def compare(
     found = work(Request(str(config), changes), Wish(names, t1, t3, inline), sys.stderr)
     if any(row.losses for row in found.rows):
         write_files(svg=(svg, found.svg), html=(html, found.html))
+    for text in found.tracebacks():
+        typer.echo(text, err=True)
     if as_json:
         typer.echo(json.dumps(found.to_json()))
     else:
         _tell(found)
-    if all(row.note is not None for row in found.rows):
+    if found.failed:
         raise typer.Exit(1)
 
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
+import sys
+import uuid
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915
-LOOPBACK = "lo"
+MAC = sys.platform == "darwin"
+_SIOCGIFADDR = 0xC0206921 if MAC else 0x8915
+LOOPBACK = "lo0" if MAC else "lo"
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def identity() -> str:
     """Equal for two processes that can share memory, see each other's numbers, and reach each other by loopback."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    if not BOOT.exists():
+        return f"{socket.gethostname()}/{uuid.getnode()}"
+    boot = BOOT.read_text().strip()
     spaces = [Path(f"/proc/self/ns/{name}").stat().st_ino for name in ("net", "pid")]
     return "/".join([boot, *map(str, spaces)])
 

@@ -18,11 +18,15 @@ from typing import TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from penstock.engine.watch.processes import is_running
 from penstock.engine.watch.speak import flush
 from penstock.errors import InputError, RankError
 
 T = TypeVar("T")
 LINGER = 0.5  # seconds that a rank stays after it refused to start: it may hold the store that tells the others
+LOOK = 0.5  # seconds between two looks at whether those that have come are still there
+START = "PENSTOCK_START_TIMEOUT"  # in the environment: seconds in which all ranks have to come
+USUAL_START = 60.0
 AGENT = 5.0  # seconds in which a launcher's port has to take a connection: it was there before its workers
 
 
@@ -45,7 +49,7 @@ class Announcement:
     size: int
     host: str
     pid: int
-    board: int
+    board: str
 
 
 def number(env: Mapping[str, str]) -> tuple[int, int] | None:
@@ -84,6 +88,18 @@ def place(env: Mapping[str, str]) -> Place | None:
     return Place(rank, size, env["MASTER_ADDR"], port, agent, env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def start_timeout(env: Mapping[str, str]) -> float:
+    """Seconds in which all ranks have to come."""
+    text = env.get(START) or str(USUAL_START)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise InputError(f"a number of seconds above 0 in {START}", repr(text), "correct it, or leave it out")
+    return seconds
+
+
 def connect(here: Place, until: float) -> Store:
     """The store, held by rank 0 or by the launcher, under a prefix of its own for every restart."""
     try:
@@ -93,10 +109,13 @@ def connect(here: Place, until: float) -> Store:
     return PrefixStore(f"penstock/{here.attempt}", store)
 
 
-def meet(store: Store, rank: int, me: Announcement, until: float) -> list[Announcement]:
-    """Announce this rank, and wait for all the others. Names the missing ones when the time is over."""
+def meet(
+    store: Store, rank: int, me: Announcement, until: float, gone: Callable[[], int | None] = lambda: None
+) -> list[Announcement]:
+    """Announce this rank, and wait for all the others. Names the missing ones when the time is over, and at once one
+    that cannot come any more: `gone` is its number, where the launcher knows."""
     try:
-        return _meet(store, rank, me, until)
+        return _meet(store, rank, me, until, gone)
     except DistError as error:
         why = str(error).split("\n")[0]
         raise RankError(
@@ -104,20 +123,37 @@ def meet(store: Store, rank: int, me: Announcement, until: float) -> list[Announ
         ) from None
 
 
-def _meet(store: Store, rank: int, me: Announcement, until: float) -> list[Announcement]:
+def _meet(
+    store: Store, rank: int, me: Announcement, until: float, gone: Callable[[], int | None]
+) -> list[Announcement]:
     if store.add(f"taken/{rank}", 1) > 1:
         raise InputError("one process for each rank", f"two with RANK={rank}", "give every process its own RANK")
     _agree_on_size(store, rank, me.size)
     store.set(f"here/{rank}", json.dumps(asdict(me)))
     keys = [f"here/{r}" for r in range(me.size)]
-    began = monotonic()
+    began = looked = monotonic()
     while not store.check(keys):
+        lost = gone()
+        if lost is None and monotonic() - looked > LOOK:
+            lost, looked = _lost(store, keys, me), monotonic()
+        if lost is not None:
+            raise RankError(f"rank {lost} ended before all ranks had met; look at what it says", lost)
         if store.check(["refused"]):
             raise _unlike(store.get("refused").decode())
         if monotonic() > until or store.check(["late"]):
             raise _too_late(store, keys, monotonic() - began)
         sleep(0.02)
     return [Announcement(**json.loads(text)) for text in store.multi_get(keys)]
+
+
+def _lost(store: Store, keys: list[str], me: Announcement) -> int | None:
+    """A rank of this host that has come, and ended while others were still waited for."""
+    for rank, key in enumerate(keys):
+        if store.check([key]):
+            other = Announcement(**json.loads(store.get(key)))
+            if other.host == me.host and not is_running(other.pid):
+                return rank
+    return None
 
 
 def _too_late(store: Store, keys: list[str], waited: float) -> RankError:
@@ -253,7 +289,7 @@ def _missing(missing: list[int], size: int, waited: float) -> str:
     who = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} are"
     return (
         f"expected {size} ranks (WORLD_SIZE) at the start, but {who} missing after {waited:.0f} s; "
-        "look at what they say, or start them"
+        f"look at what they say, or start them; {START} in the environment is how many seconds to wait"
     )
 
 

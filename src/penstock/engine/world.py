@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from penstock.engine.host import LOOPBACK, identity, interface_to
-from penstock.engine.meeting import Announcement, Place, connect, meet, patiently, place
+from penstock.engine.meeting import Announcement, Place, connect, meet, patiently, place, start_timeout
 from penstock.engine.rows import HEAD, SHORT, Rows, data_of, length
 from penstock.engine.votes import Votes
 from penstock.engine.watch.board import EVERYBODY, GATHER
@@ -106,14 +106,15 @@ class World:
 _world: World | None = None
 
 
-def join(timeout: float = 60.0) -> World | None:
+def join(timeout: float | None = None) -> World | None:
     """Meet the other ranks that a launcher has started; None where this process is alone.
 
-    `timeout`: seconds in which all of them have to appear. A process joins once; later calls return the same World.
+    `timeout`: seconds in which all of them have to appear; else those of the environment's PENSTOCK_START_TIMEOUT, or
+    60. A process joins once; later calls return the same World.
     """
     global _world
     if _world is None:
-        _world = _join(monotonic() + timeout)
+        _world = _join(monotonic() + (start_timeout(os.environ) if timeout is None else timeout))
     return _world
 
 
@@ -124,7 +125,8 @@ def _join(until: float) -> World | None:
     here = place(os.environ)
     if here is None and not mine:
         return None
-    follow_parent()
+    agent = here is not None and here.agent
+    parent = follow_parent(launched=agent)
     if mine:
         rank, size = dist.get_rank(), dist.get_world_size()
         store: Store = PrefixStore("penstock", dist.distributed_c10d._get_default_store())
@@ -132,17 +134,17 @@ def _join(until: float) -> World | None:
         assert here is not None
         rank, size, store = here.rank, here.size, connect(here, until)
     watch = Watch(rank, size)
-    said = meet(store, rank, Announcement(size, identity(), os.getpid(), watch.board.fd), until)
+    me = Announcement(size, identity(), os.getpid(), watch.board.file.path)
+    said = meet(store, rank, me, until, lambda: watch.board.gone)
     hosts = tuple(one.host for one in said)
     near = {r: (one.pid, one.board) for r, one in enumerate(said) if one.host == hosts[rank] and r != rank}
-    agent = here is not None and here.agent
-    watch.start(near, store.clone(), agent)  # type: ignore[attr-defined]
+    watch.start(near, store.clone(), agent, parent)  # type: ignore[attr-defined]
     install(watch, _part)
     _choose_interface(hosts, here)
     group = _make_group(store, rank, size, mine, _within(watch, until))
     world = World(rank, size, hosts, store, group, watch, Rows(size))
-    watch.running()
     world.barrier()
+    watch.running()
     return world
 
 

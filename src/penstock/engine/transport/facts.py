@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from penstock.engine.transport import memory, semaphore
 from penstock.engine.transport.lane import LaneName, Waiting
 from penstock.errors import InputError
 
@@ -43,6 +44,7 @@ class Facts:
     nccl: bool
     wish: str | None  # the transport that the user wants
     lanes: str  # a digest: all ranks have to mean the same ones
+    shared: bool = True  # its system has what shared memory is made of
 
 
 def exchange(
@@ -51,7 +53,8 @@ def exchange(
     """The facts of all ranks, of which they agree on lanes and wish."""
     digest = hashlib.sha256(repr(sorted(ends.items())).encode()).hexdigest()[:16]
     nccl = device.type == "cuda" and dist.is_nccl_available()
-    mine = Facts(world.hosts[world.rank], _gpu(device), nccl, wish, digest)
+    shared = memory.is_there() and semaphore.is_there()
+    mine = Facts(world.hosts[world.rank], _gpu(device), nccl, wish, digest, shared)
     facts = [Facts(**json.loads(said)) for said in world.gather(json.dumps(asdict(mine)).encode())]
     for rank, fact in enumerate(facts):
         if fact.lanes != facts[0].lanes:
@@ -76,11 +79,14 @@ def kind(a: Facts, b: Facts) -> str:
         raise InputError(
             "all ranks on one host for transport='shared'", "ranks on different hosts", "leave the transport out"
         )
+    if a.wish == "shared" and not (a.shared and b.shared):
+        came = "a system without memory files and semaphores that processes can share"
+        raise InputError("Linux for transport='shared'", came, "leave the transport out")
     if a.wish is not None:
         return a.wish
     if a.nccl and b.nccl and not (near and a.gpu == b.gpu):
         return "nccl"
-    return "shared" if near else "gloo"
+    return "shared" if near and a.shared and b.shared else "gloo"
 
 
 def wish_of(transport: str | None) -> str | None:

@@ -18,9 +18,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_fallocate = getattr(_libc, "fallocate", None)
+if _fallocate is not None:
+    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _FAILED = ctypes.c_void_p(-1).value
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate
+
+
+def is_there() -> bool:
+    """Whether this system has what shared memory is made of here: Linux has, others have not all of it."""
+    return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate") and _fallocate is not None
 
 
 def create(name: str) -> int:
@@ -37,14 +45,15 @@ def allocate(file: int, offset: int, size: int) -> None:
 
 def free(file: int, offset: int, size: int) -> None:
     """Give the memory of a piece back. Where it is mapped, it reads as zeros from now on."""
-    _libc.fallocate(file, _KEEP_SIZE | _PUNCH_HOLE, offset, size)
+    assert _fallocate is not None
+    _fallocate(file, _KEEP_SIZE | _PUNCH_HOLE, offset, size)
 
 
 def map_piece(file: int, offset: int, size: int) -> memoryview:
     """A piece of the file as writable bytes, its pages in place already; unmapped when nobody holds a view of it."""
     if offset < 0 or size <= 0 or offset + size > os.fstat(file).st_size:  # beyond the end, touching it would kill
         raise OSError(errno.EINVAL, f"no piece of {size} bytes at {offset} in a file of {os.fstat(file).st_size}")
-    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _POPULATE
     address = _libc.mmap(None, size, protection, flags, file, offset)
     if address == _FAILED:
         code = ctypes.get_errno()

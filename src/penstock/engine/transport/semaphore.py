@@ -22,12 +22,16 @@ _init, _post, _try = _quick.sem_init, _quick.sem_post, _quick.sem_trywait
 _init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
 _post.argtypes = _try.argtypes = [ctypes.c_void_p]
 _CLOCK: int | None = time.CLOCK_MONOTONIC if hasattr(_slow, "sem_clockwait") else None
-if _CLOCK is None:  # C libraries that know only the wall clock, which somebody may set back
-    _wait = _slow.sem_timedwait
+_wait = getattr(_slow, "sem_timedwait" if _CLOCK is None else "sem_clockwait", None)  # macOS has neither
+if _CLOCK is None and _wait is not None:  # C libraries that know only the wall clock, which somebody may set back
     _wait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Time)]
-else:
-    _wait = _slow.sem_clockwait
+elif _wait is not None:
     _wait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Time)]
+
+
+def is_there() -> bool:
+    """Whether the C library has such semaphores."""
+    return _wait is not None
 
 
 class Semaphore:
@@ -47,4 +51,5 @@ class Semaphore:
         now = time.clock_gettime_ns(time.CLOCK_REALTIME if _CLOCK is None else _CLOCK) + int(seconds * 1e9)
         self._until.seconds, self._until.nanoseconds = divmod(now, 1_000_000_000)
         known = () if _CLOCK is None else (_CLOCK,)
+        assert _wait is not None
         return _wait(self._address, *known, self._until) == 0  # type: ignore[no-any-return]

@@ -1,7 +1,8 @@
 """The board of a rank: a page of memory that says what it does now, readable by the other ranks of its host.
 
 The page belongs to a file without a name, so that nothing stays behind, and outlives its process for those who have
-opened it: what a killed rank was doing can still be read.
+opened it: what a killed rank was doing can still be read. A launcher that makes the pages of its ranks can read them
+even when no rank is left.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from enum import IntEnum
 from time import monotonic_ns
 
 from penstock.core.action import Action, Op
 from penstock.core.endless import Row
+from penstock.engine import nameless
 
 PAGE = mmap.PAGESIZE
-REPORT, STACK, SIZE = PAGE, 16 * PAGE, 32 * PAGE  # where the texts begin and the last of them ends
+STAGES, STAGES_END = 1024, 2048  # where on the page the names of its stages are: a length, and the text
+REPORT, STACK, SIZE = PAGE, 16 * PAGE, 32 * PAGE  # where the other texts begin and the last of them ends
+VARIABLE = "PENSTOCK_BOARD"  # in the environment: the path of the page that a launcher has made for this rank
 EVERYBODY = -1  # as a peer: a collective waits for all
 OUTSIDE = -1  # as an operation: between two steps
 RECENT = 8  # collectives: who sends a broadcast may be some ahead of those who wait for it
@@ -49,9 +54,13 @@ class Slot(IntEnum):
     FED = 12  # a place in a run without a flush: see `place`
     LEAVING = 13  # the place where it ends that run; 0 while it does not
     KINDS = 14  # the first of `RECENT`: number and kind of the last collectives
-    VOTES = 22  # the first of two: number of a question to all ranks, and the answer
+    LAST = 22  # the last row of the last step: its five numbers, as from OP on
+    TOLD_AT = 27  # when the report was written
+    GONE = 28  # written by the launcher: one more than the number of a rank that has ended before all had met
+    VOTES = 29  # the first of two: number of a question to all ranks, and the answer
 
 
+_ROW_LENGTH = Slot.ROW_SINCE - Slot.OP
 _ROW = struct.Struct(f"={Slot.BEAT - Slot.OP}q")  # a row, since when, and that it does not wait
 
 
@@ -71,15 +80,21 @@ def kind_of(page: memoryview, number: int) -> int | None:
     return kind if known == number else None
 
 
-class Board:
-    """This rank's own page, written by it alone."""
+def create(rank: int) -> nameless.Nameless:
+    """The file of an empty board."""
+    return nameless.create(f"penstock-board-{rank}", SIZE)
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("penstock-board")
-        os.ftruncate(self.fd, SIZE)
+
+class Board:
+    """This rank's own page, written by it alone; `path`: of one that a launcher has made for it."""
+
+    def __init__(self, path: str | None = None) -> None:
+        self.file = _opened(path) or nameless.create("penstock-board", SIZE)
+        self.fd = self.file.fd
         self.map = mmap.mmap(self.fd, PAGE)
         self.page = memoryview(self.map).cast("q")
         self.doing = self._make_doing()
+        self.page[Slot.OP] = self.page[Slot.LAST] = OUTSIDE
         self.outside()
         self.beat()
 
@@ -93,16 +108,37 @@ class Board:
 
     def outside(self) -> None:
         """Between two steps."""
+        if self.page[Slot.OP] != OUTSIDE:
+            self.page[Slot.LAST : Slot.LAST + _ROW_LENGTH] = self.page[Slot.OP : Slot.ROW_SINCE]
         _ROW.pack_into(self.map, 8 * Slot.OP, OUTSIDE, 0, 0, 0, 0, monotonic_ns(), 0)
 
     @property
     def row(self) -> str:
-        return _in_words(self.page)
+        return _in_words(self.page, Slot.OP)
+
+    @property
+    def gone(self) -> int | None:
+        """A rank that will never come, as the launcher knows."""
+        return self.page[Slot.GONE] - 1 if self.page[Slot.GONE] else None
+
+    def name_stages(self, stages: Iterable[int]) -> None:
+        """That this rank runs: what is known of where it is before its first step."""
+        names = sorted(stages)
+        text = f"stage{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}".encode()[: STAGES_END - STAGES - 8]
+        self.map[STAGES + 8 : STAGES + 8 + len(text)] = text
+        self.page[STAGES // 8] = len(text)
 
     def forget(self) -> None:
         """After a failure: back to a run in which nobody has met yet."""
         self.outside()
-        for slot in (Slot.FED, Slot.LEAVING, Slot.COLLECTIVES, *range(Slot.KINDS, Slot.VOTES + 2)):
+        for slot in (
+            Slot.FED,
+            Slot.LEAVING,
+            Slot.COLLECTIVES,
+            *range(Slot.KINDS, Slot.LAST),
+            Slot.VOTES,
+            Slot.VOTES + 1,
+        ):
             self.page[slot] = 0
         self.page[Slot.STATE] = State.RUNNING
 
@@ -123,6 +159,7 @@ class Board:
 
     def tell(self, report: bytes) -> None:
         self._write(REPORT, report)
+        self.page[Slot.TOLD_AT] = monotonic_ns()
         self.page[Slot.STATE] = State.FAILED
 
     def show_stack(self, text: str) -> None:
@@ -137,10 +174,10 @@ class Board:
 
 
 class Page:
-    """A board as others read it: that of a rank of the same host, or one's own."""
+    """A board as others read it: that of a rank of the same host, or one's own. `file`: its path, or an open one."""
 
-    def __init__(self, pid: int, fd: int) -> None:
-        self.fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, file: str | int) -> None:
+        self.fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC) if isinstance(file, str) else os.dup(file)
         self.map = mmap.mmap(self.fd, PAGE, prot=mmap.PROT_READ)
         self.page = memoryview(self.map).cast("q")
 
@@ -153,7 +190,25 @@ class Page:
 
     @property
     def row(self) -> str:
-        return _in_words(self.page)
+        return _in_words(self.page, Slot.OP)
+
+    @property
+    def blank(self) -> bool:
+        """Whether no rank has come to write on it."""
+        return self.page[Slot.BEAT] == 0
+
+    @property
+    def place(self) -> str:
+        """Where the rank is, or was when it ended, as the end of a sentence."""
+        if self.row:
+            return f"in {self.row}"
+        last = _in_words(self.page, Slot.LAST)
+        if last:
+            return f"between two steps, after {last}"
+        length = min(self.page[STAGES // 8], STAGES_END - STAGES - 8)
+        stages = os.pread(self.fd, length, STAGES + 8).decode(errors="replace")
+        when = "while it was starting" if self.state == State.STARTING else "before its first step"
+        return f"{when} ({stages})" if stages else when
 
     def report(self) -> bytes:
         return self._read(REPORT)
@@ -166,9 +221,17 @@ class Page:
         return os.pread(self.fd, length, at + 8)
 
 
-def _in_words(page: memoryview) -> str:
-    """What a rank does, for people; "" between two steps."""
-    op, stage, microbatch, version, other = page[Slot.OP : Slot.ROW_SINCE]
+def _opened(path: str | None) -> nameless.Nameless | None:
+    """A launcher's page; None where this process cannot open it, and has to make its own."""
+    if path is not None:
+        with suppress(OSError):
+            return nameless.Nameless(os.open(path, os.O_RDWR | os.O_CLOEXEC), path, temporary=False)
+    return None
+
+
+def _in_words(page: memoryview, at: Slot) -> str:
+    """A row on the page, for people; "" where there is none."""
+    op, stage, microbatch, version, other = page[at : at + _ROW_LENGTH]
     if op == OUTSIDE:
         return ""
     op = Op.F if op == Op.FB else op  # whose backward is a row of its own

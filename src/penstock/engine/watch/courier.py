@@ -1,6 +1,6 @@
 """News between hosts, through the store: a thread with a connection of its own, so that no waiting rank is in its way.
 
-On a single host the boards tell all; then the courier only leaves word of a failure, for the launcher to read.
+On a single host the boards tell all, and the courier has nothing to do.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Courier:
     def tell(self, failure: Failure) -> None:
         """Leave word of a failure, at once, without waiting for it."""
         store_is_gone = not self.agent and failure.rank == 0 != self.rank
-        if (self.agent or self.far) and not store_is_gone:
+        if self.far and not store_is_gone:
             self.outgoing = failure
             self.wake.set()
 

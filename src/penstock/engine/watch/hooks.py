@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from penstock.engine.watch.speak import flush, say
+from penstock.engine.watch.speak import flush
 from penstock.engine.watch.watch import Watch
 from penstock.errors import PenstockError, RankError
 
@@ -35,9 +35,7 @@ def install(watch: Watch, part: Callable[[], None]) -> None:
             return
         if not isinstance(error, (PenstockError, KeyboardInterrupt)):
             before(kind, error, trace)
-        if watch.failure is not None and not watch.printed:
-            watch.printed = True
-            say(f"rank {watch.rank} stops: {watch.failure.line}\n")
+        watch.say_why()
 
     def leave() -> None:
         if os.getpid() != pid:

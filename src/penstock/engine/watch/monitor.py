@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import threading
@@ -11,6 +10,8 @@ from time import monotonic, monotonic_ns
 from typing import Protocol
 
 from penstock.engine.watch.board import Board, Page, Slot, State
+from penstock.engine.watch.parent import Parent
+from penstock.engine.watch.processes import Processes
 from penstock.engine.watch.signals import Signals
 from penstock.engine.watch.stacks import main_stack
 
@@ -36,39 +37,29 @@ class Listener(Protocol):
 class Monitor:
     """Wakes at the death of a rank of this host, at a signal, and five times a second."""
 
-    def __init__(self, board: Board, pages: dict[int, Page], pids: dict[int, int], listener: Listener) -> None:
+    def __init__(
+        self,
+        board: Board,
+        pages: dict[int, Page],
+        pids: dict[int, int],
+        listener: Listener,
+        parent: Parent | None = None,
+    ) -> None:
+        """`pids`: of the ranks whose pages these are; `parent`: whom this process is to end with."""
         self.board, self.pages, self.listener = board, pages, listener
         self.signals = Signals()
-        self.pidfds: dict[int, int] = {}  # of a rank
-        self.gone: set[int] = set()
         self.poll = select.poll()
         self.poll.register(self.signals.reader, select.POLLIN)
-        for rank, pid in pids.items():
-            self._follow(rank, pid)
+        self.processes = Processes(self.poll, pids)
+        self.parent = parent
         self.leaving, self.stack_shown = False, 0.0
         self.thread = threading.Thread(target=self._run, name="penstock-monitor", daemon=True)
         self.thread.start()
 
-    def _follow(self, rank: int, pid: int) -> None:
-        try:
-            self.pidfds[rank] = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self.gone.add(rank)
-        else:
-            self.poll.register(self.pidfds[rank], select.POLLIN)
-
-    def kill(self, rank: int) -> None:
-        """A rank of this host that gives no sign of life, and would hold the launcher up."""
-        if rank in self.pidfds and rank not in self.gone:
-            signal.pidfd_send_signal(self.pidfds[rank], signal.SIGKILL)
-
-    def await_end(self, rank: int, seconds: float) -> bool:
-        """Whether a rank of this host ends within that time."""
-        if rank not in self.pidfds:
-            return False
-        poll = select.poll()
-        poll.register(self.pidfds[rank], select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
+    @property
+    def gone(self) -> list[int]:
+        """Ranks of this host that have ended."""
+        return sorted(self.processes.gone)
 
     def leave(self) -> None:
         self.leaving = True
@@ -77,17 +68,12 @@ class Monitor:
         self.thread.join(1.0)
 
     def _run(self) -> None:
-        for rank in list(self.gone):
-            self._ended(rank)
         while not self.leaving:
-            ready = {fd for fd, _ in self.poll.poll(TICK)}
+            for rank in self.processes.ended():
+                self._ended(rank)
+            self.poll.poll(TICK)
             self.board.beat()
             self.signals.read()
-            for rank, fd in self.pidfds.items():
-                if fd in ready:
-                    self.poll.unregister(fd)
-                    self.gone.add(rank)
-                    self._ended(rank)
             self._each_tick()
 
     def _ended(self, rank: int) -> None:
@@ -98,6 +84,8 @@ class Monitor:
             self.listener.died(rank)
 
     def _each_tick(self) -> None:
+        if self.parent is not None:
+            self.parent.follow()
         failed = [rank for rank, page in self.pages.items() if page[Slot.STATE] == State.FAILED]
         if failed:
             self.listener.told(failed[0])

@@ -26,6 +26,7 @@ class Sight:
     collectives: int
     stopped: bool = False
     stack: str = ""
+    place: str = ""  # as the end of a sentence
 
     @property
     def silent(self) -> bool:
@@ -48,7 +49,7 @@ class Sight:
 
     def describe(self, rank: int) -> str:
         """One line, without its end."""
-        doing = f"in {self.row} for {self.row_age:.1f} s" if self.row else "between two steps"
+        doing = f"in {self.row} for {self.row_age:.1f} s" if self.row else self.place or "between two steps"
         if self.state == State.STARTING:
             doing = "starting"
         if self.state == State.DONE:
@@ -76,6 +77,7 @@ def look(page: Page, pid: int) -> Sight:
         page[Slot.COLLECTIVES],
         _stopped(pid),
         page.stack(),
+        page.place,
     )
 
 

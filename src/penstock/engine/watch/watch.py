@@ -15,10 +15,11 @@ from torch._C._distributed_c10d import Store
 
 from penstock.engine.transport.lane import ClosedLane
 from penstock.engine.watch.blame import blame, table
-from penstock.engine.watch.board import EVERYBODY, GATHER, Board, Page, Slot, State, beyond, kind_of
+from penstock.engine.watch.board import EVERYBODY, GATHER, VARIABLE, Board, Page, Slot, State, beyond, kind_of
 from penstock.engine.watch.courier import HASTE, LINGER, Courier
 from penstock.engine.watch.failure import Failure, full_traceback, leave_for_torchrun, one_line
 from penstock.engine.watch.monitor import Monitor
+from penstock.engine.watch.parent import Parent
 from penstock.engine.watch.patience import Patience
 from penstock.engine.watch.sight import Sight, look
 from penstock.engine.watch.speak import flush, say
@@ -31,6 +32,7 @@ NEWS = 1.0  # seconds that a broken connection waits for its cause
 FIRST = 0.7  # seconds in which the rank at fault has to have ended
 AGENT = 0.25  # seconds in which torchrun finds that
 FAR_NEWS = 2.2  # the same where it may have to come from another host
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"  # in the environment
 
 
 SAME = "every rank has to leave, evaluate, save and switch at the same record"
@@ -52,7 +54,7 @@ class Watch:
 
     def __init__(self, rank: int, size: int, timeout: float = 120.0) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
-        self.board = Board()
+        self.board = Board(os.environ.get(VARIABLE))
         self.doing, self.outside = self.board.doing, self.board.outside
         self.pages: dict[int, Page] = {}  # of the other ranks of this host
         self.pids: dict[int, int] = {}
@@ -72,19 +74,20 @@ class Watch:
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
-    def start(self, near: dict[int, tuple[int, int]], store: Store, agent: bool) -> None:
+    def start(self, near: dict[int, tuple[int, str]], store: Store, agent: bool, parent: Parent | None) -> None:
         """`near`: process and board of the other ranks of this host; `store`: a connection for the watch alone;
-        `agent`: a launcher holds the store."""
-        self.pages = {rank: Page(pid, fd) for rank, (pid, fd) in near.items()}
+        `agent`: a launcher holds the store; `parent`: see Monitor."""
+        self.pages = {rank: Page(board) for rank, (_, board) in near.items()}
         self.pids = {rank: pid for rank, (pid, _) in near.items()}
-        own = Page(os.getpid(), self.board.fd)
+        own = Page(self.board.fd)
         far = tuple(r for r in range(self.size) if r != self.rank and r not in near)
         self.courier = Courier(store, self.rank, far, lambda: look(own, os.getpid()), self.learn, agent)
-        self.monitor = Monitor(self.board, self.pages, self.pids, self)
+        self.monitor = Monitor(self.board, self.pages, self.pids, self, parent)
 
     def running(self) -> None:
-        """The start is over."""
+        """The start is over: all have met, and opened each other's boards."""
         self.board.page[Slot.STATE] = State.RUNNING
+        self.board.file.take_name()
 
     def finished(self) -> None:
         """The normal end of this rank. Others that still wait for it are told that it has ended."""
@@ -187,16 +190,16 @@ class Watch:
             if self.failure is None and not self.ended and of_this_run:
                 self.failure, self.learned_at = failure, monotonic()
                 self.news.set()
+                if UNDER_TORCHRUN in os.environ:  # whose agent may end this rank before its main thread comes to it
+                    self.say_why()
 
     def told(self, rank: int) -> None:
         self.learn(Failure.decode(self.pages[rank].report()))
 
     def died(self, rank: int) -> None:
         self._hear()  # its death may be a consequence
-        page = self.pages[rank]
-        where = f" in {page.row}" if page.row else " while it was starting" if page.state == State.STARTING else ""
-        cause = "killed from outside or crashed, possibly for lack of memory"
-        self._declare(Failure(rank, f"rank {rank} died{where} without a word: {cause}"))
+        cause = "it was killed, crashed, possibly for lack of memory, or left by os._exit"
+        self._declare(Failure(rank, f"rank {rank} died {self.pages[rank].place} without a word: {cause}"))
 
     def stuck(self, number: signal.Signals) -> None:
         line = f"rank {self.rank} was told to end ({number.name}){self._place()}"
@@ -217,11 +220,15 @@ class Watch:
         if monotonic() - since > (LAST if self.raised else GRACE):
             self.end(1)
 
-    def end(self, code: int) -> None:
-        """Leave now, from any thread, whatever the others are stuck in."""
+    def say_why(self, where: str = "") -> None:
+        """Why this rank stops, once."""
         if self.failure is not None and not self.printed:
             self.printed = True
-            say(f"rank {self.rank} stops{self._place()}: {self.failure.line}\n")
+            say(f"rank {self.rank} stops{where}: {self.failure.line}\n")
+
+    def end(self, code: int) -> None:
+        """Leave now, from any thread, whatever the others are stuck in."""
+        self.say_why(self._place())
         self.leave_no_silent()
         if self.courier is not None:
             self.courier.leave(HASTE + 0.3)
@@ -232,14 +239,16 @@ class Watch:
     def after_the_first(self) -> None:
         """Under torchrun, which takes the rank that it finds ended first for the cause: let the one at fault be it."""
         fault = -1 if self.failure is None else self.failure.rank
-        if "TORCHELASTIC_RUN_ID" in os.environ and self.monitor is not None and self.monitor.await_end(fault, FIRST):
+        if UNDER_TORCHRUN in os.environ and self.monitor is not None and self.monitor.processes.await_end(fault, FIRST):
             sleep(AGENT)
+            if self.failure is not None and fault != self.rank:  # to the agent, its end was as it should be
+                leave_for_torchrun(RankError(self.failure.line, fault))
 
     def leave_no_silent(self) -> None:
         """End the ranks of this host that are stopped or stuck: nobody else may be there to do so."""
         if self.failure is not None and self.monitor is not None:
             for rank in self.failure.silent:
-                self.monitor.kill(rank)
+                self.monitor.processes.kill(rank)
 
     # -- within -------------------------------------------------------------------------------------------------------
 
@@ -337,7 +346,7 @@ class Watch:
             whom = f"another rank, most likely rank {peer}, last heard of {sights[peer].beat_age:.1f} s ago"
         else:
             whom = f"rank {peer}"
-        last = f", last in {sights[peer].row}" if peer in sights and sights[peer].row else ""
+        last = f", last {sights[peer].place}" if peer in sights and sights[peer].place else ""
         return Failure(peer, f"rank {self.rank} has lost its connection to {whom}{last}: {one_line(error)}")
 
     def _time_out(self, peer: int, waited: float) -> None:
@@ -353,7 +362,7 @@ class Watch:
 
     def sights(self) -> dict[int, Sight]:
         """Every rank, as it looks from here now."""
-        own = look(Page(os.getpid(), self.board.fd), os.getpid())
+        own = look(Page(self.board.fd), os.getpid())
         near = {rank: look(page, self.pids[rank]) for rank, page in self.pages.items()}
         far = self.courier.sights() if self.courier is not None else {}
         return {self.rank: own, **near, **far}

@@ -1,0 +1,75 @@
+"""The checkpoints of a run from a config, by the steps in their names.
+
+Nothing here needs torch: a run that cannot begin is refused before that is loaded.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import InputError
+
+AUTO = "auto"  # in place of a path to resume from
+NAME = "step-{}"
+FACTS = "penstock.json"  # in every whole checkpoint
+GO_ON = 'go on from there with --resume auto (or resume = "auto"), or give training.checkpoint another path'
+
+
+def steps_in(folder: str | Path) -> list[int]:
+    """The steps of the whole checkpoints in a folder, in order."""
+    found = []
+    for facts in Path(folder).glob(NAME.format("*") + f"/{FACTS}"):
+        number = facts.parent.name.removeprefix(NAME.format(""))
+        if number.isdecimal():
+            found.append(int(number))
+    return sorted(found)
+
+
+def resumed_from(resume: str | None, folder: str | None) -> str | None:
+    """The path of the checkpoint to go on from: for "auto" the newest in the run's own folder, None where none is."""
+    if resume != AUTO:
+        return resume
+    kept = steps_in(folder) if folder is not None else []
+    return str(Path(str(folder)) / NAME.format(kept[-1])) if kept else None
+
+
+def is_due(done: int, steps: int, every: int | None) -> bool:
+    """Whether a checkpoint is written after so many steps."""
+    return done == steps or (every is not None and done % every == 0)
+
+
+def refuse_early(training: dict[str, Any]) -> None:
+    """Refuse a run that has ended, or would write where something is. `training` is the section as the file has it;
+    what is wrong with it otherwise is said by whoever reads the whole config."""
+    folder, steps, every = training.get("checkpoint"), training.get("steps"), training.get("checkpoint_every")
+    resume = training.get("resume")
+    if not isinstance(folder, str) or not isinstance(steps, int) or not isinstance(every, int | None) or every == 0:
+        return
+    if not isinstance(resume, str | None):
+        return
+    path, begun = resumed_from(resume, folder), 0
+    if path is not None:
+        number = Path(path).name.removeprefix(NAME.format(""))
+        if not number.isdecimal():
+            return
+        begun = int(number)
+    require_steps_left(begun, steps, path)
+    for step in steps_in(folder):
+        if begun < step <= steps and is_due(step, steps, every):
+            raise InputError("a path where nothing is yet", f"{Path(folder) / NAME.format(step)}, which exists", GO_ON)
+
+
+def require_steps_left(begun: int, steps: int, path: str | None) -> None:
+    if begun >= steps:
+        expected = f"training.steps to be more than the {begun} that {path} has behind it"
+        raise InputError(expected, steps, "train further, or from an earlier checkpoint")
+
+
+def remove_old(folder: str | Path, keep: int) -> None:
+    """All but the newest of the whole checkpoints. One that is removed in part is none."""
+    for step in steps_in(folder)[:-keep]:
+        old = Path(folder) / NAME.format(step)
+        (old / FACTS).unlink(missing_ok=True)
+        shutil.rmtree(old, ignore_errors=True)
