@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import nn
 
@@ -44,3 +46,13 @@ def make_batches():
     source = torch.Generator().manual_seed(5)
     while True:
         yield torch.randn(8, 8, generator=source), torch.randn(8, 8, generator=source)
+
+
+def some_batches():
+    """That end, the last one with fewer rows."""
+    *whole, (inputs, target) = islice(make_batches(), 3)
+    return [*whole, (inputs[:5], target[:5])]
+
+
+def no_batches():
+    return []

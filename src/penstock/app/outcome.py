@@ -22,6 +22,20 @@ class PlainRun:
 
 
 @dataclass(frozen=True)
+class Validation:
+    """The mean loss over the held-out data; for text, also what the frequencies of its tokens allow at best."""
+
+    loss: float
+    unigram_entropy: float | None = None
+
+    def __str__(self) -> str:
+        told = f"validation loss {self.loss:.4f}"
+        if self.unigram_entropy is None:
+            return told
+        return f"{told} on held-out text, whose unigram entropy is {self.unigram_entropy:.4f}"
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A training run. Times and memory are measured, the traffic counted."""
 
@@ -34,11 +48,25 @@ class Outcome:
     predicted: Timeline | None = None  # of the same step, from those before it
     plain: tuple[PlainRun, ...] = ()
     unsaved: tuple[str, ...] = ()  # checkpoints that could not be written
+    validation: Validation | None = None
+    sample: str | None = None  # that the model wrote at the end
 
     @property
     def step_seconds(self) -> float:
         """The median step; the first ones, which warm up, are left out."""
         return median(self.seconds[2:] or self.seconds)
+
+    def lines(self) -> list[str]:
+        """Losses, and the sample: below the table, and on the page."""
+        lines = []
+        if self.losses:
+            ends = f"loss {self.losses[0]:.4f} at first, {self.losses[-1]:.4f} at last"
+            lines.append(f"{ends}, {len(self.losses)} steps")
+        if self.validation is not None:
+            lines.append(str(self.validation))
+        if self.sample is not None:
+            lines += ["a sample of what the model writes:", *_printable(self.sample).split("\n")]
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -49,6 +77,8 @@ class Outcome:
             "timeline": None if self.timeline is None else self.timeline.figures(),
             "plain": [vars(run) for run in self.plain],
             "unsaved": list(self.unsaved),
+            "validation": None if self.validation is None else vars(self.validation),
+            "sample": self.sample,
         }
 
 
@@ -75,3 +105,8 @@ def table(outcome: Outcome) -> Table:
 def _column(name: str, threads: int, processes: int = 1) -> str:
     each = " each" if processes > 1 else ""
     return f"{name},\n{threads} thread{'s' if threads > 1 else ''}{each}"
+
+
+def _printable(text: str) -> str:
+    """Text that does nothing to a terminal: a model may write any token that it has read."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)

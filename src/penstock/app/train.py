@@ -26,6 +26,7 @@ from penstock.app.progress import progress
 from penstock.app.start import Request, as_worker, rank
 from penstock.app.task import Task
 from penstock.app.traffic import traffic
+from penstock.app.validation import require_validation, sample, validate
 from penstock.core.timeline import Timeline
 from penstock.engine.clock import Clock, RunClock
 from penstock.engine.watch.speak import say
@@ -55,6 +56,7 @@ def train(request: Request) -> int:
 def run(task: Task, out: TextIO | None = None) -> Outcome:
     """Train as the config says. Every rank runs this and gets the same outcome."""
     settings, before = task.config.training, resident()
+    require_validation(task)
     pipe = task.pipeline()
     begun = _resumed(pipe, settings.resume, settings.steps)
     left = settings.steps - begun
@@ -80,6 +82,8 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
         last_run(pipe) if seen is None else seen.timeline(),
         None if seen is None or len(losses) < PREDICT_FROM else seen.predicted(),
         unsaved=tuple(kept.failed),
+        validation=validate(pipe, task),
+        sample=sample(pipe, task),
     )
 
 
@@ -121,16 +125,15 @@ def _close(outcome: Outcome, task: Task, told: TextIO) -> bool:
     report = task.config.training.report
     console = Console(file=told)
     console.print(table(outcome))
-    if outcome.losses:
-        ends = f"loss {outcome.losses[0]:.4f} at first, {outcome.losses[-1]:.4f} at last"
-        console.print(f"{ends}, {len(outcome.losses)} steps", highlight=False)
+    for line in outcome.lines():
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     if report is not None and outcome.timeline is not None:
         from penstock.reports.html import html
 
         lines = (("predicted from the steps before", outcome.predicted), ("measured", outcome.timeline))
         shown = [(label, line) for label, line in lines if line is not None]
         try:
-            Path(report).write_text(html(shown), encoding="utf-8")
+            Path(report).write_text(html(shown, outcome.lines()), encoding="utf-8")
         except OSError as error:
             say(f"penstock: the report {report} could not be written: {error.strerror}\n")
             return False
