@@ -16,6 +16,7 @@ from typing import TextIO
 import torch
 from rich.console import Console
 
+from penstock.app.config import PipelineSection
 from penstock.app.footprint import peak, resident
 from penstock.app.keep import Keep
 from penstock.app.lasting_output import LastingOutput
@@ -31,6 +32,7 @@ from penstock.core.timeline import Timeline
 from penstock.engine.clock import Clock, RunClock
 from penstock.engine.watch.speak import say
 from penstock.errors import InputError
+from penstock.schedules.registry import METHODS
 
 PREDICT_FROM = 3  # steps: one that warms up, one to predict from, one that is predicted
 
@@ -44,6 +46,7 @@ def train(request: Request) -> int:
     if rank() != 0:
         run(task)
         return 0
+    _warn_asynchronous(task.config.pipeline, told.text)
     outcome = _beside_plain(run(task, told.text), request, task, told.text)
     written = _close(outcome, task, told.text)
     if request.flags.get("json"):
@@ -85,6 +88,15 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
         validation=validate(pipe, task),
         sample=sample(pipe, task),
     )
+
+
+def _warn_asynchronous(section: PipelineSection, told: TextIO) -> None:
+    """A config that names a schedule says what is trained; one that names a plan does not show it."""
+    if section.plan is not None and METHODS[section.schedule].asynchronous:
+        said = (
+            f"{section.plan}: its schedule, {section.schedule}, is asynchronous: gradients are taken from older weights"
+        )
+        print(f"{said}, so this does not train as one device would", file=told, flush=True)
 
 
 def _resumed(pipe: Pipeline, path: str | None, steps: int) -> int:
