@@ -93,8 +93,8 @@ def test_validation_and_a_sample_on_workers_are_those_of_one_process(small, tmp_
 def test_a_share_to_hold_out_that_is_none_is_refused_once(small):
     small.write_text(SMALL.replace("[pipeline]", "[data]\nvalidation = 1e-6\n[pipeline]"))
     done = forked("train", small, **WORKERS)
-    assert (done.returncode, done.stdout, done.stderr.count("penstock: ")) == (2, "", 1)
-    assert "data.validation: expected a share that leaves a window of 17 tokens to hold out" in done.stderr
+    assert (done.returncode, done.stdout, done.stderr.count("data.validation")) == (2, "", 1)
+    assert "penstock: data.validation: expected a share that leaves a window of 17 tokens to hold out" in done.stderr
 
 
 def test_a_plain_process_is_timed_in_the_same_run(small):
@@ -171,6 +171,14 @@ BAD = {
     ),
     "more stages than layers": (("stages = 2", "stages = 60"), "at most .* stages for this model's layers, but got 60"),
     "a batch smaller than its parts": (("batch = 16", "batch = 3"), "training.batch: expected at least 4 rows"),
+    "nothing to hold out": (
+        ("[pipeline]", "[data]\nvalidation = 1e-6\n[pipeline]"),
+        "data.validation: expected a share that",
+    ),
+    "a share of more than all": (
+        ("[pipeline]", "[data]\nvalidation = 1.5\n[pipeline]"),
+        "data.validation: .* below 1, but",
+    ),
     "a text that is not there": (("[pipeline]", '[data]\npath = "no.txt"\n[pipeline]'), "data.path: .*No such file"),
     "a module that is not there": (("[pipeline]", "[pipeline]\ncuts = ['block.1']"), "cuts to name submodules"),
     "a report that cannot be written": (
