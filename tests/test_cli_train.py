@@ -159,6 +159,14 @@ def test_the_examples_train(tmp_path):
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1", "validation"]
 
 
+def test_the_example_learns_more_than_the_frequencies_of_letters(tmp_path):
+    """It once ended where these end: at 3.2 after all its steps."""
+    done = forked("train", ROOT / "examples" / "gpt.toml", "--steps", 20, "--inline", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["validation"]
+    assert found["loss"] < found["unigram_entropy"] - 0.4
+
+
 BAD = {
     "a file that is not there": (None, "nowhere.toml: expected a readable TOML file, but got No such file"),
     "no TOML": (("steps = 12", "steps = = 12"), r"small.toml:\d+:\d+: expected TOML"),
