@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from penstock.core.timeline import Timeline
-from penstock.reports.describe import amount, percent, seconds
+from penstock.reports.describe import amount, percent, printable, seconds
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Outcome:
         if self.validation is not None:
             lines.append(str(self.validation))
         if self.sample is not None:
-            lines += ["a sample of what the model writes:", *_printable(self.sample).split("\n")]
+            lines += ["a sample of what the model writes:", *printable(self.sample).splitlines()]
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -105,8 +105,3 @@ def table(outcome: Outcome) -> Table:
 def _column(name: str, threads: int, processes: int = 1) -> str:
     each = " each" if processes > 1 else ""
     return f"{name},\n{threads} thread{'s' if threads > 1 else ''}{each}"
-
-
-def _printable(text: str) -> str:
-    """Text that does nothing to a terminal: a model may write any token that it has read."""
-    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in text)
