@@ -1,18 +1,27 @@
-# One virtual environment, made from pinned versions; every target makes it when it is missing or out of date.
+# One virtual environment, made from pinned versions; every target makes it when it is missing or out of date: `minimal`
+# holds what penstock itself needs, `install` also what tests, linters and benchmarks do.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install train test lint types imports unit bench pictures clean
+.PHONY: minimal install train test lint types imports unit bench pictures clean
+
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+minimal: .venv/.minimal
 
 install: .venv/.installed
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.minimal: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --editable .
 	$(BIN)/penstock simulate --schedule 1f1b --stages 16 --microbatches 512 --json > /dev/null  # compiles, and keeps it
 	touch $@
 
-train: install
+.venv/.installed: .venv/.minimal
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+train: minimal
 	$(BIN)/penstock train examples/gpt.toml --report gpt.html
 
 test: lint types imports unit

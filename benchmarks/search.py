@@ -39,7 +39,7 @@ BATCHED, ALONE = ("balance", "gpipe", "dapple", "2bw"), ("pipedream",)
 def searched(profile, cluster, microbatches):
     """Search for a batch of so many micro-batches, on the planners' own terms."""
     judges = {"evaluate": Scorer(cluster), "confirm": Scorer(cluster, folding=False)}
-    return search(profile, cluster, microbatches=microbatches, whole_rows=False, margin=0.0, **judges)
+    return search(profile, cluster, microbatches=microbatches, whole_rows=False, margin=0.0, allow_async=True, **judges)
 
 
 def beside(profile, cluster, microbatches, names):
@@ -95,7 +95,7 @@ def growth():
         cluster, profile = Cluster.uniform(levels, Device("a100-80", 80e9)), made(layers)
         begin = time.process_time()
         judges = {"evaluate": Scorer(cluster), "confirm": Scorer(cluster, folding=False)}
-        found = search(profile, cluster, microbatches=4 * devices // 8, **judges)
+        found = search(profile, cluster, microbatches=4 * devices // 8, allow_async=True, **judges)
         took = time.process_time() - begin
         plan = found.plan
         what = f"{plan.schedule}, {plan.ranks} ranks of {max(plan.replicas)}, m {plan.microbatches}"

@@ -13,9 +13,18 @@ def make_model(width: int, layers: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, width), *middle, nn.Linear(width, 1))
 
 
+def held_out(rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """A few batches that no training sees: what it is scored on at the end."""
+    return _drawn(rows, count=8, seed=1)
+
+
 def make_batches(rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The same on every worker: drawn from a seed."""
-    source = torch.Generator().manual_seed(0)
-    for _ in range(1000):
+    return _drawn(rows, count=1000, seed=0)
+
+
+def _drawn(rows: int, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    source = torch.Generator().manual_seed(seed)
+    for _ in range(count):
         x = torch.randn(rows, 8, generator=source)
         yield x, (x[:, :1] * x[:, 1:2]).sin() + 0.5 * x[:, 2:3]

@@ -73,6 +73,30 @@ def test_the_figures_of_a_run_as_json(small):
     assert told["seconds_per_step"] > 0
 
 
+def test_validation_and_a_sample_on_workers_are_those_of_one_process(small, tmp_path):
+    more = SMALL.replace("steps = 12", "steps = 12\nsample = 30").replace(
+        "[pipeline]", "[data]\nvalidation = 0.1\n[pipeline]"
+    )
+    small.write_text(more)
+    page = tmp_path / "run.html"
+    workers = forked("train", small, "--json", "--report", page, **WORKERS)
+    inline = json.loads(forked("train", small, "--json", "--inline").stdout)
+    told = json.loads(workers.stdout)
+    assert (told["validation"], told["sample"]) == (inline["validation"], inline["sample"])
+    assert len(told["sample"]) == 30
+    notes = re.search(r'<pre id="notes">(.*?)</pre>', page.read_text(), re.DOTALL)[1]
+    figures = [format(told["validation"][name], ".4f") for name in ("loss", "unigram_entropy")]
+    assert f"validation loss {figures[0]} on held-out text, whose unigram entropy is {figures[1]}" in notes
+    assert "a sample of what the model writes:" in notes
+
+
+def test_a_share_to_hold_out_that_is_none_is_refused_once(small):
+    small.write_text(SMALL.replace("[pipeline]", "[data]\nvalidation = 1e-6\n[pipeline]"))
+    done = forked("train", small, **WORKERS)
+    assert (done.returncode, done.stdout, done.stderr.count("data.validation")) == (2, "", 1)
+    assert "penstock: data.validation: expected a share that leaves a window of 17 tokens to hold out" in done.stderr
+
+
 def test_a_plain_process_is_timed_in_the_same_run(small):
     small.write_text(SMALL.replace("plain_steps = 0", "plain_steps = 2"))
     told = json.loads(forked("train", small, "--steps", 3, "--json", **WORKERS).stdout)
@@ -132,7 +156,15 @@ def test_the_examples_train(tmp_path):
         assert len(losses(done)) == 2
     done = python(ROOT / "examples" / "train_gpt.py", 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1", "validation"]
+
+
+def test_the_example_learns_more_than_the_frequencies_of_letters(tmp_path):
+    """It once ended where these end: at 3.2 after all its steps."""
+    done = forked("train", ROOT / "examples" / "gpt.toml", "--steps", 20, "--inline", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["validation"]
+    assert found["loss"] < found["unigram_entropy"] - 0.4
 
 
 BAD = {
@@ -147,6 +179,14 @@ BAD = {
     ),
     "more stages than layers": (("stages = 2", "stages = 60"), "at most .* stages for this model's layers, but got 60"),
     "a batch smaller than its parts": (("batch = 16", "batch = 3"), "training.batch: expected at least 4 rows"),
+    "nothing to hold out": (
+        ("[pipeline]", "[data]\nvalidation = 1e-6\n[pipeline]"),
+        "data.validation: expected a share that",
+    ),
+    "a share of more than all": (
+        ("[pipeline]", "[data]\nvalidation = 1.5\n[pipeline]"),
+        "data.validation: .* below 1, but",
+    ),
     "a text that is not there": (("[pipeline]", '[data]\npath = "no.txt"\n[pipeline]'), "data.path: .*No such file"),
     "a module that is not there": (("[pipeline]", "[pipeline]\ncuts = ['block.1']"), "cuts to name submodules"),
     "a report that cannot be written": (

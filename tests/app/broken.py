@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import islice
 
 import torch
 from torch import nn
@@ -70,3 +71,13 @@ class Unlucky(nn.Module):
 def make_unlucky(how, call):
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
     return nn.Sequential(*blocks, nn.Sequential(nn.Linear(8, 8), Unlucky(how, call)))
+
+
+def some_batches():
+    """That end, the last one with fewer rows."""
+    *whole, (inputs, target) = islice(make_batches(), 3)
+    return [*whole, (inputs[:5], target[:5])]
+
+
+def no_batches():
+    return []

@@ -43,7 +43,7 @@ def faults(tmp_path, text):
     with pytest.raises(FormatError) as caught:
         config(tmp_path, text)
     said = str(caught.value).removeprefix(f"{tmp_path / 'mine.toml'}: ")
-    assert not re.search("pydantic|validation|https?:|type=", said), "our words, not a library's"
+    assert not re.search("pydantic|validation error|https?:|type=", said), "our words, not a library's"
     lines = said.split("\n  ")
     if len(lines) > 1:
         count = re.fullmatch(r"expected a config without faults, but got (\d+) of them; correct each:", lines.pop(0))
@@ -93,6 +93,14 @@ def test_a_whole_section_can_be_put_in_place_of_the_files(tmp_path):
     assert (found.optimizer.name, found.optimizer.arguments) == ("nesterov", {"lr": 0.1})
     found = config(tmp_path, GOOD, optimizer={"name": "muon", "lr": 0.1, "momentum": 0.9})
     assert (found.optimizer.name, found.optimizer.arguments) == ("muon", {"lr": 0.1, "momentum": 0.9})
+
+
+def test_what_is_held_out_by_a_function_and_what_no_sample_can_be_of(tmp_path):
+    text = GOOD + '[data]\nfactory = "mine:train"\nvalidation = "mine:held_out"\n'
+    assert config(tmp_path, text.replace("length = 8", "length = 8\nvocab = 9")).data.validation == "mine:held_out"
+    found = faults(tmp_path, text.replace('"mine:held_out"', "0.1").replace("steps = 3", "steps = 3\nsample = 9"))
+    assert found["data.validation"].startswith('expected a function, as "package.module:function", but got 0.1')
+    assert found["training.sample"].startswith("expected 0 for anything but text and the model gpt, but got 9")
 
 
 def test_everything_wrong_is_said_at_once(tmp_path):
@@ -165,6 +173,10 @@ def test_everything_wrong_is_said_at_once(tmp_path):
         ("[pipeline]", '[data]\nfactory = "a:b"\n[pipeline]', "model.vocab", "how many different tokens the data has"),
         ("[pipeline]", '[data]\nfactory = "a.b"\n[pipeline]', "data.factory", 'a function, as "package.'),
         ("[pipeline]", '[data]\nkind = "txt"\n[pipeline]', "data.kind", '"text" or "digits", or factory'),
+        ("[pipeline]", "[data]\nvalidation = 1.0\n[pipeline]", "data.validation", "a share above 0 and below 1, but"),
+        ("[pipeline]", "[data]\nvalidation = true\n[pipeline]", "data.validation", "a share above 0 and below 1"),
+        ("steps = 3", "steps = 3\nvalidation = 0.1", "training.validation", "a key of [training], but got an unknown"),
+        ("steps = 3", "steps = 3\nsample = -1", "training.sample", "a whole number of at least 0, but got -1"),
         ("stages = 2", "stages = 2\noptions = 3", "pipeline.options", "a table of the schedule's options, but got 3"),
         ("stages = 2", "stages = 2\noptions = {polcy = 'pa'}", "pipeline.options.polcy", "an option of 1f1b, but got"),
         (

@@ -12,7 +12,7 @@ from penstock import FormatError, InputError, Plan, StagePlan
 from penstock.app.compare import Wish, compare
 from penstock.app.config_file import read_config
 from penstock.app.start import Request
-from penstock.app.train import run
+from penstock.app.train import run, train
 
 torch.set_num_threads(1)
 TEXT = """
@@ -72,6 +72,14 @@ def test_it_trains_by_the_plan(tmp_path):
     losses = run(task).losses
     by_hand = Request(written(tmp_path, 'stages = 2\ncuts = ["2"]\nmicrobatches = 2', {})).task()
     assert run(by_hand).losses == losses
+
+
+@pytest.mark.parametrize(("schedule", "warned"), [("1f1b", 0), ("2bw", 1)])
+def test_training_by_an_asynchronous_plan_says_so(tmp_path, capsys, schedule, warned):
+    """The config alone does not show it."""
+    assert train(Request(written(tmp_path, 'plan = "PLAN"', made(schedule=schedule).to_json()))) == 0
+    said = capsys.readouterr().out
+    assert said.count(f"its schedule, {schedule}, is asynchronous: gradients are taken from older weights") == warned
 
 
 def test_remedies_come_beside_a_plan(tmp_path):

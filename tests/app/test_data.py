@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from itertools import islice
@@ -11,6 +12,7 @@ import torch
 
 from penstock.app.data import GivenData, RowsData, TextData, built_in_text, digits, read_text
 from penstock.errors import InputError
+from penstock.model.seeding import mixed
 
 pytestmark = pytest.mark.cpu_only
 TEXT = "the quick brown fox jumps over the lazy dog " * 20
@@ -106,6 +108,69 @@ def test_rows_keep_their_targets():
     for inputs, target in some(data, 5):
         assert torch.equal(inputs[:, 0].long(), target)
     assert same(some(data, 3, first=2), some(data, 5)[2:])
+
+
+@pytest.mark.parametrize(("length", "share"), [(8, 0.1), (16, 0.25), (8, 0.5), (30, 0.05)])
+def test_text_that_is_held_out_is_in_no_batch(length, share):
+    """Each token of a text of numbers tells its place, so windows can be told apart."""
+    text = "".join(map(chr, range(1000, 3000)))
+    data = TextData(text, rows=16, length=length, validation=share)
+    held_out = list(data.validation())
+    places = torch.cat([torch.cat((inputs, target[:, -1:]), 1) for inputs, target in held_out])
+    assert torch.equal(places, places[:, :1] + torch.arange(length + 1))
+    scored = torch.cat([target.flatten() for _, target in held_out]).tolist()
+    assert len(scored) == len(set(scored)), "each token counts once"
+    assert 0.6 * share < len(scored) / len(text) <= share
+    trained = torch.cat([torch.cat((x, y), 1).flatten() for x, y in some(data, 300)]).unique().tolist()
+    assert not set(trained) & set(places.flatten().tolist())
+    assert len(trained) > 0.95 * (1 - share) * len(text) - 20 * length
+    assert same(held_out, list(TextData(text, rows=16, length=length, seed=5, validation=share).validation()))
+
+
+def test_without_validation_batches_are_what_they_were():
+    data = TextData(TEXT, rows=4, length=8, seed=3)
+    assert list(data.validation()) == []
+    starts = torch.randint(len(TEXT) - 8, (4, 1), generator=torch.Generator().manual_seed(mixed(3, 2)))
+    assert torch.equal(some(data, 1, first=2)[0][0], data.tokens[starts + torch.arange(8)])
+
+
+def test_a_share_that_leaves_no_window_is_refused():
+    for share, length, said in [(0.001, 8, "to hold out"), (0.995, 8, "to train on"), (0.02, 100, "to hold out")]:
+        with pytest.raises(InputError, match=rf"data.validation: expected a share that leaves a window .* {said}"):
+            TextData(TEXT, rows=4, length=length, validation=share)
+
+
+def test_the_unigram_entropy_is_that_of_the_held_out_text():
+    text = "aab " * 400
+    data = TextData(text, rows=4, length=8, validation=0.25)
+    held_out = "".join(data.text(target.flatten()) for _, target in data.validation())
+    shares = [held_out.count(sign) / len(held_out) for sign in "ab "]
+    assert data.unigram_entropy() == pytest.approx(-sum(share * math.log(share) for share in shares))
+    assert data.unigram_entropy() == pytest.approx(1.04, abs=0.02)
+
+
+def test_tokens_are_told_as_text():
+    characters, as_bytes = (TextData(text, 2, 2) for text in ("grüße", "grüße".encode()))
+    assert characters.text(characters.tokens) == as_bytes.text(as_bytes.tokens) == "grüße"
+
+
+def test_rows_that_are_held_out_are_in_no_batch():
+    data = RowsData(torch.arange(40.0).view(40, 1), torch.arange(40), rows=6, validation=0.25)
+    held_out = [int(target) for _, targets in data.validation() for target in targets]
+    assert len(set(held_out)) == 10
+    trained = {int(target) for _, targets in some(data, 100) for target in targets}
+    assert trained == set(range(40)) - set(held_out)
+    for share in (0.001, 0.999):
+        with pytest.raises(InputError, match=r"data.validation: expected a share that leaves a row"):
+            RowsData(torch.zeros(40, 1), torch.zeros(40), rows=6, validation=share)
+
+
+def test_a_function_gives_the_held_out_batches_once():
+    pairs = [(torch.tensor([k]), torch.tensor([k])) for k in range(3)]
+    assert [x.item() for x, _ in GivenData(lambda: pairs, lambda: iter(pairs[1:])).validation()] == [1, 2]
+    assert list(GivenData(lambda: pairs).validation()) == []
+    with pytest.raises(InputError, match="each batch to be"):
+        list(GivenData(lambda: pairs, lambda: [1]).validation())
 
 
 def test_digits_are_there_or_the_message_says_what_to_install():

@@ -9,10 +9,13 @@ from random import Random
 
 import pytest
 
+from commands import penstock
 from penstock import Cluster, Device, FormatError, InputError, Layer, Level, Profile, schedule, simulate
-from penstock.app.plan_run import as_json, plan, plan_all, plan_command, read_profile
-from penstock.app.plan_why import Moved, slower, traffic
-from penstock.core.plan import Plan
+from penstock.app.plan_run import as_json, as_text, plan, plan_all, plan_command, read_profile
+from penstock.app.plan_why import Moved, delay, slower, traffic
+from penstock.app.predict import predict
+from penstock.core.plan import Plan, StagePlan
+from penstock.planners.outcome import Outcome
 from penstock.planners.registry import PLANNERS
 from planners.brute import random_profile
 
@@ -99,6 +102,65 @@ def test_text_names_stages_memory_and_bottleneck(files):
     )
 
 
+def test_an_asynchronous_plan_says_what_it_may_cost(files):
+    """By the schedule's own weight versions: of p stages with one micro-batch, the first is p - 1 updates late."""
+    layers = tuple(Layer(f"L{at}", 1.0, 1.0, 1.0) for at in range(4))
+    profile, cluster = Profile(layers), Cluster.uniform((Level("link", 4, 1e9),))
+    late = {"pipedream": (1, 3), "pipemare": (1, 3), "2bw": (4, 1), "1f1b": (4, 0), "gpipe": (1, 0)}
+    for name, (microbatches, updates) in late.items():
+        found = plan(profile, cluster, method="balance", schedule=name, batch=microbatches)
+        told, said = as_json(found), as_text(found)
+        assert found.plan.ranks == 4
+        assert (told["asynchronous"], told["delay"]) == (updates > 0, updates)
+        assert ("asynchronous: " in said) == (updates > 0)
+        assert (f"up to {updates} update{'s' if updates > 1 else ''} old" in said) == (updates > 0)
+
+
+def test_the_command_plans_asynchronously_when_it_is_asked_to(files):
+    """Two stages of unlike work: without a flush the pace is that of the busier one alone."""
+    asked = (
+        "plan",
+        "--profile",
+        files[0],
+        "--cluster",
+        files[1],
+        "--batch",
+        4,
+        "--microbatch",
+        1,
+        "--replicas",
+        1,
+        "--json",
+    )
+    usual, allowed = (json.loads(penstock(*asked, *more).stdout) for more in ((), ("--allow-async",)))
+    assert not usual["asynchronous"]
+    assert {one["schedule"] for one in usual["runners_up"]}.isdisjoint({"2bw", "pipedream", "pipemare"})
+    assert allowed["asynchronous"]
+    assert allowed["step_seconds"] < usual["step_seconds"]
+
+
+def test_replicas_that_take_turns_update_together():
+    """Two stages of two replicas each, in turns: a stage's version is of two mini-batches."""
+    layers = tuple(Layer(f"L{at}", 1.0, 1.0, 1.0) for at in range(2))
+    cluster = Cluster.uniform((Level("link", 4, 1e9),))
+    stages, slots = (StagePlan(0, 0), StagePlan(1, 1)), (((0,), (1,)), ((2,), (3,)))
+    made = Plan(stages, (0, 1), slots, "pipedream", 1)
+    assert delay(predict(Outcome("given", made, Profile(layers), 0.0), cluster)) == 1
+
+
+def test_methods_whose_plans_are_asynchronous_are_compared_when_asked_for(files):
+    told = {one["method"]: one for one in json.loads(plan_command(*files, "all", batch=8, json_wanted=True))}
+    assert not any(one.get("asynchronous") for one in told.values())
+    for name in ("pipedream", "2bw"):
+        assert told[name]["refused"].endswith(f"add --allow-async (allow_async=True), or ask for {name} by name")
+    said = plan_command(*files, "all", batch=8)
+    assert "asynchronous: " not in said
+    assert "pipedream: expected allow_async for a method whose plans are asynchronous, but got none" in said
+    more = json.loads(plan_command(*files, "all", batch=8, json_wanted=True, allow_async=True))
+    assert {one["method"] for one in more if one.get("asynchronous")} >= {"pipedream", "2bw"}
+    assert json.loads(plan_command(*files, "pipedream", json_wanted=True))["asynchronous"], "asked for by name"
+
+
 def test_options_go_to_the_methods_that_have_them_when_all_are_compared(files):
     ask = {"batch": 8, "schedules": "zb-h1", "seconds": 30.0, "seed": 3, "replicas": 1, "stages": 2}
     told = {one["method"]: one for one in json.loads(plan_command(*files, "all", **ask, json_wanted=True))}
@@ -118,7 +180,8 @@ def test_what_does_not_fit_is_said(files):
     found = plan(profile, small, method="balance")
     assert found.over
     assert not as_json(found)["fits"]
-    refused = plan_all(profile, Cluster.uniform((Level("link", 2, 8.0),), Device("d", 1.0)))
+    tiny = Cluster.uniform((Level("link", 2, 8.0),), Device("d", 1.0))
+    refused = plan_all(profile, tiny, allow_async=True)
     assert [isinstance(one, InputError) for one in refused] == [True, False, False, True, True, True]
 
 
@@ -166,9 +229,12 @@ def test_replicas_with_less_than_a_row_are_told_and_not_compared(tmp_path):
     assert why in plan_command(*files, "dapple", batch=8)
     assert why not in plan_command(*files, "dapple", batch=8, microbatch=4)
     assert why not in plan_command(*files, "pipedream", batch=1)  # its replicas take turns
-    told = {one["method"]: one for one in json.loads(plan_command(*files, "all", batch=8, json_wanted=True))}
+    told = {
+        one["method"]: one
+        for one in json.loads(plan_command(*files, "all", batch=8, json_wanted=True, allow_async=True))
+    }
     assert {name for name, one in told.items() if not one["whole_rows"]} == {"dapple"}
-    table = plan_command(*files, "all", batch=8).partition("fastest first")[2]
+    table = plan_command(*files, "all", batch=8, allow_async=True).partition("fastest first")[2]
     assert "dapple" not in table
     assert "pipedream" in table
 
@@ -178,7 +244,7 @@ def test_what_is_a_little_faster_is_named(tmp_path):
     (tmp_path / "p.json").write_text(json.dumps(Profile(layers, samples=1).to_json()))
     (tmp_path / "c.toml").write_text("devices = 2\n[inside]\nbandwidth = 64.0\n")
     files = tmp_path / "p.json", tmp_path / "c.toml"
-    said = plan_command(*files, batch=1000, microbatch=1)
+    said = plan_command(*files, batch=1000, microbatch=1, allow_async=True)
     assert "schedule 1f1b" in said
     assert "none is more than 0.1% faster" in said
     assert re.search(r"faster, but by less than 1%: .*2bw 0\.10%.*; for so little a synchronous schedule", said)

@@ -146,7 +146,8 @@ def test_a_method_that_cannot_win_is_glanced_at_and_told_of():
         tried.append(plan.schedule)
         return judge(plan, profile)
 
-    found = search(layered(6, kept=1e8, weights=1e8), cluster, microbatches=32, evaluate=evaluate)
+    found = search(layered(6, kept=1e8, weights=1e8), cluster, microbatches=32, evaluate=evaluate,
+                   allow_async=True)  # fmt: skip
     slow = {"pipedream", "pipemare"}
     assert slow <= {runner.plan.schedule for runner in found.runners}
     assert all(runner.seconds > 3 * found.seconds for runner in found.runners if runner.plan.schedule in slow)
@@ -171,9 +172,9 @@ def even_pair():
 
 def test_what_is_trained_is_not_changed_for_next_to_nothing():
     profile, cluster, ask = even_pair()
-    fastest = plan(profile, cluster, margin=0, **ask)
+    fastest = plan(profile, cluster, margin=0, allow_async=True, **ask)
     assert METHODS[[m.schedule for m in METHODS].index(fastest.plan.schedule)].flush is False
-    found = plan(profile, cluster, **ask)
+    found = plan(profile, cluster, allow_async=True, **ask)
     assert found.plan.schedule == "1f1b"
     assert 1 < found.step_seconds / fastest.step_seconds < 1.01
     assert found.outcome.gap == pytest.approx(found.step_seconds / fastest.step_seconds - 1)
@@ -186,7 +187,26 @@ def test_of_synchronous_schedules_the_simpler_one_is_taken_unless_it_loses():
     assert plan(profile, cluster, schedules="zb-h1,gpipe", **ask).plan.schedule == "gpipe"
     few = ask | {"batch": 4}  # the bubble counts
     assert plan(profile, cluster, schedules="synchronous", **few).plan.schedule != "1f1b"
-    assert plan(profile, cluster, **few).plan.schedule == "2bw"
+    assert plan(profile, cluster, allow_async=True, **few).plan.schedule == "2bw"
+
+
+def test_asynchronous_schedules_are_searched_only_when_asked_for():
+    """By allow_async, or by name: without a bubble they are the fastest, and yet they are not what training was."""
+    profile, cluster, ask = even_pair()
+    ask = ask | {"batch": 4}
+    by_name = {method.schedule: method.flush for method in METHODS}
+
+    def searched(**more):
+        return {by_name[runner.plan.schedule] for runner in plan(profile, cluster, **ask, **more).outcome.runners}
+
+    assert searched() == searched(schedules="any") == searched(schedules="synchronous") == {True}
+    assert searched(allow_async=True) == searched(allow_async=True, schedules="any") == {True, False}
+    assert searched(schedules="asynchronous") == searched(schedules="pipedream") == {False}
+    assert searched(schedules="any,2bw") == {True, False}
+    assert searched(schedules="1f1b", allow_async=True) == {True}
+    assert [method.name for method in chosen_methods("any")] == [method.name for method in METHODS if method.flush]
+    with pytest.raises(InputError, match="allow_async"):
+        plan(profile, cluster, allow_async="yes", **ask)
 
 
 def test_the_margin_is_of_what_every_replica_takes():

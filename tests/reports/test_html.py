@@ -47,6 +47,18 @@ def test_nothing_in_the_data_can_end_its_element():
     assert not set("<>&") & set(data)
 
 
+def test_notes_are_plain_text_below_the_picture():
+    page = html(plain(), ["validation loss 1.5 & less", "</pre><script>alert(1)</script>", "{{data}}"])
+    notes = re.search(r'<pre id="notes">(.*?)</pre>', page, re.DOTALL)[1]
+    assert notes.split("\n") == [
+        "validation loss 1.5 &amp; less",
+        "&lt;/pre&gt;&lt;script&gt;alert(1)&lt;/script&gt;",
+        "{{data}}",
+    ]
+    assert page.count("<script>") == 1
+    assert 'id="notes"' not in html(plain())
+
+
 def test_data_holds_the_actions():
     line = plain()
     data = embedded(html(line))

@@ -54,6 +54,15 @@ class Page:
         """Wait for the frame that has been asked for."""
         self.tab.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
+    def wheel(self, amount: int, key: str | None = None) -> None:
+        """Turn it where the pointer is, with a key held down or without."""
+        if key:
+            self.tab.keyboard.down(key)
+        self.tab.mouse.wheel(0, amount)
+        self.settle()
+        if key:
+            self.tab.keyboard.up(key)
+
     def point(self, slot: int, moment: float, kind: str = "boxes", panel: int = 0) -> tuple[float, float]:
         place = self.tab.evaluate("([p, s, t, k]) => penstock.place(p, s, t, k)", [panel, slot, moment, kind])
         self.tab.mouse.move(place["x"], place["y"])
@@ -84,8 +93,7 @@ def test_every_sort_of_timeline_is_drawn(open_page, case):
     assert page.get("rows(0, 'memory')") == (0 if line.memory is None else line.schedule.shape.slots)
     assert (page.get("drawn.boxes") > 0) == (len(line.schedule) > 0)
     page.tab.mouse.move(600, 500)
-    page.tab.mouse.wheel(0, -300)
-    page.settle()
+    page.wheel(-300, "Control")
 
 
 def test_pointing_tells_every_action(open_page):
@@ -135,19 +143,51 @@ def test_idle_time_tells_what_is_waited_for(open_page):
     assert page.get("hovered.details.end") == "38.3 s"
 
 
-def test_the_wheel_zooms_where_it_points(open_page):
+@pytest.mark.parametrize("key", ["Control", "Meta"])
+def test_the_wheel_zooms_where_it_points_with_ctrl_or_cmd(open_page, key):
     line = plain()
     page = open_page(line)
     assert page.get("view") == pytest.approx({"t0": 0, "t1": line.makespan})
     x, y = page.point(1, 10.0)
-    page.tab.mouse.wheel(0, -400)
-    page.settle()
+    page.wheel(-400, key)
     view = page.get("view")
     assert view["t1"] - view["t0"] < 0.6 * line.makespan
     assert page.tab.evaluate("penstock.place(0, 1, 10.0)")["x"] == pytest.approx(x, abs=2)  # mice point at whole pixels
     page.tab.mouse.dblclick(x, y)
     page.settle()
     assert page.get("view") == pytest.approx({"t0": 0, "t1": line.makespan})
+
+
+def test_the_wheel_alone_scrolls_the_page(open_page):
+    """It once zoomed, so that a reader who scrolled down over the picture lost both the place and the view."""
+    page = open_page(plain(), viewport={"width": 900, "height": 300})
+    before = page.get("view")
+    page.point(0, 10.0)
+    page.wheel(150)
+    page.tab.wait_for_function("scrollY > 0")
+    assert page.get("view") == before
+
+
+def test_the_wheel_zooms_over_the_axis(open_page):
+    page = open_page(plain(), viewport={"width": 900, "height": 300})
+    box = page.tab.locator("#axis").bounding_box()
+    page.tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    before = page.get("view")
+    page.wheel(-400)
+    after = page.get("view")
+    assert after["t1"] - after["t0"] < 0.6 * (before["t1"] - before["t0"])
+    assert page.tab.evaluate("scrollY") == 0
+
+
+def test_a_wheel_held_sideways_moves_along(open_page):
+    page = open_page(plain())
+    page.point(0, 10.0)
+    page.wheel(-400, "Control")
+    before = page.get("view")
+    page.wheel(100, "Shift")
+    after = page.get("view")
+    assert after["t0"] > before["t0"]
+    assert after["t1"] - after["t0"] == pytest.approx(before["t1"] - before["t0"])
 
 
 def test_dragging_pans(open_page):

@@ -20,6 +20,7 @@ Whole = Annotated[int, Field(ge=0, description="a whole number of at least 0")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number above 0")]
 Function = Annotated[str, Field(pattern=SHAPE, description='a function, as "package.module:function"')]
 Arguments = Annotated[dict[str, Any], Field(description="a table of the function's arguments")]
+Share = Annotated[float, Field(gt=0, lt=1, description="a share above 0 and below 1")]
 Words = Annotated[str, Field(min_length=1, description="a path")]
 
 
@@ -50,15 +51,18 @@ class TextSource(Section):
     path: Annotated[str | None, Field(min_length=1, description="the path of a text file")] = None
     tokens: Annotated[Literal["characters", "bytes"], Field(description='"characters" or "bytes"')] = "characters"
     length: Count | None = None  # that of the model
+    validation: Share | None = None  # that is held out
 
 
 class DigitsSource(Section):
     kind: Literal["digits"]
+    validation: Share | None = None
 
 
 class GivenSource(Section):
     factory: Function
     arguments: Arguments = {}
+    validation: Function | None = None  # that gives the held-out batches, from the same arguments
 
 
 class PipelineSection(Section):
@@ -112,6 +116,7 @@ class TrainingSection(Section):
         ),
     ] = "cross-entropy"
     log_every: Count = 10
+    sample: Whole = 0  # tokens of text that the model writes at the end
     plain_steps: Whole = 5  # that one plain process is timed for, to compare with
     report: Words | None = None
     checkpoint: Words | None = None

@@ -46,6 +46,9 @@ def _training(good: Good) -> Iterator[Fault]:
     wants = good.get("training.checkpoint_every") or good.get("training.keep") or good.get("training.resume") == AUTO
     if wants and good.get("training.checkpoint", 0) is None:
         yield Fault("training.checkpoint", "a path to write checkpoints to", "nothing", "add it")
+    if good.get("training.sample") and not (good.get("model.kind") == "gpt" and "data.path" in good):
+        expected, came = "0 for anything but text and the model gpt", str(good["training.sample"])
+        yield Fault("training.sample", expected, came, "leave it out, or choose these")
 
 
 def _optimizer(good: Good) -> Iterator[Fault]:

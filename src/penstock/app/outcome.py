@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from penstock.core.timeline import Timeline
-from penstock.reports.describe import amount, percent, seconds
+from penstock.reports.describe import amount, percent, printable, seconds
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,20 @@ class PlainRun:
     threads: int
     seconds: float  # of the median step
     memory: int  # bytes that training took at most, over what the interpreter itself does
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The mean loss over the held-out data; for text, also what the frequencies of its tokens allow at best."""
+
+    loss: float
+    unigram_entropy: float | None = None
+
+    def __str__(self) -> str:
+        told = f"validation loss {self.loss:.4f}"
+        if self.unigram_entropy is None:
+            return told
+        return f"{told} on held-out text, whose unigram entropy is {self.unigram_entropy:.4f}"
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,8 @@ class Outcome:
     unsaved: tuple[str, ...] = ()  # checkpoints that could not be written
     begun: int = 0  # steps of earlier runs, which this one went on from
     batch: int = 0  # samples of a step
+    validation: Validation | None = None
+    sample: str | None = None  # that the model wrote at the end
 
     @property
     def counted(self) -> str:
@@ -50,6 +66,18 @@ class Outcome:
         """The median step; the first ones, which warm up, are left out."""
         return median(self.seconds[2:] or self.seconds)
 
+    def lines(self) -> list[str]:
+        """Losses, and the sample: below the table, and on the page."""
+        lines = []
+        if self.losses:
+            ends = f"loss {self.losses[0]:.4f} at first, {self.losses[-1]:.4f} at last"
+            lines.append(f"{ends}, {self.counted}")
+        if self.validation is not None:
+            lines.append(str(self.validation))
+        if self.sample is not None:
+            lines += ["a sample of what the model writes:", *printable(self.sample).splitlines()]
+        return lines
+
     def to_json(self) -> dict[str, Any]:
         return {
             "losses": self.losses,
@@ -61,6 +89,8 @@ class Outcome:
             "timeline": None if self.timeline is None else self.timeline.figures(),
             "plain": [vars(run) for run in self.plain],
             "unsaved": list(self.unsaved),
+            "validation": None if self.validation is None else vars(self.validation),
+            "sample": self.sample,
         }
 
 

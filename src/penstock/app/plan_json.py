@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.app.plan_fit import changes_that_fit
-from penstock.app.plan_why import less_than_a_row, not_yet, passed_over, proof, runners_up, traffic
+from penstock.app.plan_why import delay, less_than_a_row, not_yet, passed_over, proof, runners_up, traffic
 from penstock.app.predict import Prediction
+from penstock.schedules.registry import METHODS
 
 
 def as_json(found: Prediction) -> dict[str, Any]:
@@ -40,6 +41,8 @@ def as_json(found: Prediction) -> dict[str, Any]:
         "fits": not found.over,
         "whole_rows": less_than_a_row(found) is None,
         "trainable": not_yet(found) is None,
+        "asynchronous": METHODS[found.plan.schedule].asynchronous,
+        "delay": delay(found),
         "would_fit": [asdict(change) for change in changes_that_fit(found)],
         "bottleneck": [{"share": share, "what": what} for share, what in found.busy[:3]],
         "traffic": [asdict(moved) for moved in traffic(found)],

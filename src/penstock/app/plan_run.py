@@ -80,7 +80,7 @@ def _require_options(options: dict[str, Any]) -> None:
 def plan_all(profile: Profile, cluster: Cluster, **given: Any) -> list[Prediction | InputError]:
     """The same by every method, in the order of the table; a refusal takes the place of a plan.
 
-    An option goes to the methods that have it.
+    An option goes to the methods that have it. Those whose plans are asynchronous are asked only with `allow_async`.
     """
     own = {name for planner in PLANNERS.values() for name in planner.options}
     unknown = sorted(set(given) - own - {"batch", "microbatch"})
@@ -91,6 +91,9 @@ def plan_all(profile: Profile, cluster: Cluster, **given: Any) -> list[Predictio
     for name, planner in PLANNERS.items():
         mine = {word: value for word, value in given.items() if word not in own or word in planner.options}
         try:
+            if planner.asynchronous and not given.get("allow_async", False):
+                expected, advice = "allow_async for a method whose plans are asynchronous", "add --allow-async"
+                raise InputError(expected, "none", f"{advice} (allow_async=True), or ask for {name} by name")
             found.append(plan(profile, cluster, method=name, **mine))
         except InputError as error:
             found.append(error)

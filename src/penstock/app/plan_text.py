@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from penstock.app.plan_fit import changes_that_fit
-from penstock.app.plan_why import less_than_a_row, not_yet, passed_over, proof, runners_up, slower, traffic
+from penstock.app.plan_why import (
+    asynchronous,
+    less_than_a_row,
+    not_yet,
+    passed_over,
+    proof,
+    runners_up,
+    slower,
+    traffic,
+)
 from penstock.app.predict import Prediction
 from penstock.errors import InputError
 
@@ -27,6 +36,9 @@ def as_text(found: Prediction) -> str:
 def _reasons(found: Prediction) -> list[str]:
     causes = "; ".join(f"{what} {share:.0%}" for share, what in found.busy[:3])
     lines = [f"  why: busiest, as a share of the step: {causes}"]
+    cost = asynchronous(found)
+    if cost is not None:
+        lines.append(f"  {cost}")
     told = proof(found)
     if told is not None:
         lines.append(f"  {told}")

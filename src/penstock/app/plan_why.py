@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.app.predict import Prediction, predict
+from penstock.core.action import Op
 from penstock.core.plan import Plan
 from penstock.planners.outcome import Outcome
 from penstock.planners.search.find import Runner, Searched
@@ -104,6 +105,28 @@ def passed_over(found: Prediction) -> str | None:
     return (
         f"faster, but by less than {outcome.margin:.0%}: {', '.join(near)}; "
         "for so little a synchronous schedule is not given up, nor a simpler one"
+    )
+
+
+def delay(found: Prediction) -> int:
+    """How many updates old the weights of a forward are at most; 0 for a synchronous plan."""
+    schedule, shape = found.timeline.schedule, found.timeline.schedule.shape
+    op, stage, microbatch, version, *_ = schedule.rows.columns()
+    # Replicas that take turns update together, once all have had a mini-batch: a version holds as many as they are.
+    per_update = shape.stage_replicas[stage] if shape.turns else 1
+    late = microbatch // shape.microbatches // per_update - version
+    return int(late[op == Op.F].max(initial=0))
+
+
+def asynchronous(found: Prediction) -> str | None:
+    """What a plan without a flush may cost."""
+    most = delay(found)
+    if not most:
+        return None
+    return (
+        f"asynchronous: gradients are taken from weights that are up to {most} update{'s' if most > 1 else ''} old, so "
+        "this trains something else than one device would: the loss may fall more slowly, stall or diverge; "
+        "`penstock compare` tells for your model, and docs/convergence.md for others"
     )
 
 

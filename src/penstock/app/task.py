@@ -48,15 +48,24 @@ class Task:
     def data(self) -> Data:
         section, training, seed = self.config.data, self.config.training, self.config.pipeline.seed
         if isinstance(section, GivenSource):
-            make = named("data.factory", section.factory)
-            return GivenData(lambda: called("data", make, section.arguments))
+            make, held_out = section.factory, section.validation
+            return GivenData(
+                self._given(section, "factory", make),
+                None if held_out is None else self._given(section, "validation", held_out),
+            )
         if isinstance(section, DigitsSource):
-            return digits(training.batch, seed)
+            return digits(training.batch, seed, section.validation)
         as_bytes = section.tokens == "bytes"
         text: str | bytes = built_in_text() if section.path is None else read_text(section.path, as_bytes)
         if isinstance(text, str) and as_bytes:
             text = text.encode()
-        return TextData(text, training.batch, section.length or self._length, seed)
+        return TextData(text, training.batch, section.length or self._length, seed, section.validation)
+
+    @staticmethod
+    def _given(section: GivenSource, key: str, function: str) -> Callable[[], Any]:
+        """The user's function for the data, to be called with the config's arguments."""
+        make = named(f"data.{key}", function)
+        return lambda: called("data", make, section.arguments)
 
     @property
     def _length(self) -> int:
@@ -114,6 +123,11 @@ class Task:
         source = self.data.batches(first)
         for _ in range(count):
             inputs, target = next(source)
+            yield self._typed(inputs), self._typed(target)
+
+    def validation(self) -> Iterator[Batch]:
+        """The held-out batches."""
+        for inputs, target in self.data.validation():
             yield self._typed(inputs), self._typed(target)
 
     def _typed(self, value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import TextIO
 import torch
 from rich.console import Console
 
+from penstock.app.config import PipelineSection
 from penstock.app.footprint import peak, resident
 from penstock.app.keep import Keep
 from penstock.app.kept_steps import require_steps_left, resumed_from
@@ -27,10 +28,12 @@ from penstock.app.progress import progress
 from penstock.app.start import Request, as_worker, rank
 from penstock.app.task import Task
 from penstock.app.traffic import traffic
+from penstock.app.validation import require_validation, sample, validate
 from penstock.core.timeline import Timeline
 from penstock.engine.clock import Clock, RunClock
 from penstock.engine.watch.speak import say
 from penstock.errors import InputError
+from penstock.schedules.registry import METHODS
 
 PREDICT_FROM = 3  # steps: one that warms up, one to predict from, one that is predicted
 
@@ -44,6 +47,7 @@ def train(request: Request) -> int:
     if rank() != 0:
         run(task)
         return 0
+    _warn_asynchronous(task.config.pipeline, told.text)
     outcome = _beside_plain(run(task, told.text), request, task, told.text)
     written = _close(outcome, task, told.text)
     if request.flags.get("json"):
@@ -56,6 +60,7 @@ def train(request: Request) -> int:
 def run(task: Task, out: TextIO | None = None) -> Outcome:
     """Train as the config says. Every rank runs this and gets the same outcome."""
     settings, before = task.config.training, resident()
+    require_validation(task)
     pipe = task.pipeline()
     begun = _resumed(pipe, resumed_from(settings.resume, settings.checkpoint), settings.steps)
     left = settings.steps - begun
@@ -84,7 +89,18 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
         unsaved=tuple(kept.failed),
         begun=begun,
         batch=settings.batch,
+        validation=validate(pipe, task),
+        sample=sample(pipe, task),
     )
+
+
+def _warn_asynchronous(section: PipelineSection, told: TextIO) -> None:
+    """A config that names a schedule says what is trained; one that names a plan does not show it."""
+    if section.plan is not None and METHODS[section.schedule].asynchronous:
+        said = (
+            f"{section.plan}: its schedule, {section.schedule}, is asynchronous: gradients are taken from older weights"
+        )
+        print(f"{said}, so this does not train as one device would", file=told, flush=True)
 
 
 def _resumed(pipe: Pipeline, path: str | None, steps: int) -> int:
@@ -123,16 +139,15 @@ def _close(outcome: Outcome, task: Task, told: TextIO) -> bool:
     report = task.config.training.report
     console = Console(file=told)
     console.print(table(outcome))
-    if outcome.losses:
-        ends = f"loss {outcome.losses[0]:.4f} at first, {outcome.losses[-1]:.4f} at last"
-        console.print(f"{ends}, {outcome.counted}", highlight=False)
+    for line in outcome.lines():
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     if report is not None and outcome.timeline is not None:
         from penstock.reports.html import html
 
         lines = (("predicted from the steps before", outcome.predicted), ("measured", outcome.timeline))
         shown = [(label, line) for label, line in lines if line is not None]
         try:
-            Path(report).write_text(html(shown), encoding="utf-8")
+            Path(report).write_text(html(shown, outcome.lines()), encoding="utf-8")
         except OSError as error:
             say(f"penstock: the report {report} could not be written: {error.strerror}\n")
             return False

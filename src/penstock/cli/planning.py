@@ -24,22 +24,30 @@ def plan_command(
     hosts: Annotated[int | None, typer.Option(help="Hosts, in place of the cluster's own.")] = None,
     stages: Annotated[int | None, typer.Option("--stages", "-p", help="balance, gpipe: stages.")] = None,
     schedules: Annotated[
-        str | None, typer.Option(help="search: any, synchronous, asynchronous, or names with commas between.")
+        str | None,
+        typer.Option(help="search: any (the default), synchronous, asynchronous, or names with commas between."),
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="search: stop after that long with the best so far.")] = None,
     seed: Annotated[int | None, typer.Option(help="search: of its random choices.")] = None,
     replicas: Annotated[
         int | None, typer.Option(help="search: devices that may share a stage; training knows 1 so far.")
     ] = None,
+    allow_async: Annotated[
+        bool,
+        typer.Option("--allow-async", help="search, all: asynchronous plans too, which change what is trained."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a pipeline for a profile and a cluster, predict its step, and say why.
 
-    Example: `penstock plan --profile profile.json --cluster dgx-a100 --batch 512 --schedules synchronous`
+    Asynchronous plans have no bubble, but train with weights that are some updates old, so the loss may fall more
+    slowly or not at all. They are planned when asked for: by --allow-async, or by the name of a schedule or a method.
+
+    Example: `penstock plan --profile profile.json --cluster dgx-a100 --batch 512`
     """
     from penstock.app.plan_run import plan_command as run
 
     sizes: dict[str, Any] = {"batch": batch, "microbatch": microbatch, "samples": samples, "hosts": hosts}
     own: dict[str, Any] = {"stages": stages, "schedules": schedules, "seconds": seconds, "seed": seed}
-    own["replicas"] = replicas
+    own |= {"replicas": replicas, "allow_async": allow_async or None}
     typer.echo(run(profile, cluster, method, **sizes, **own, json_wanted=as_json))

@@ -28,6 +28,7 @@ class Planner:
     summary: str
     batched: bool = True
     scored: bool = False  # by a simulator, which the caller hands in as `evaluate` and `confirm`
+    asynchronous: bool = False  # its plans have no flush, and train with weights that are some updates old
     options: tuple[str, ...] = ()
 
 
@@ -39,7 +40,17 @@ PLANNERS = {
             search,
             "every choice together, scored by the simulator of the schedule that will run",
             scored=True,
-            options=("schedules", "seconds", "seed", "recompute", "whole_rows", "fixed", "replicas", "margin"),
+            options=(
+                "schedules",
+                "seconds",
+                "seed",
+                "recompute",
+                "whole_rows",
+                "fixed",
+                "replicas",
+                "margin",
+                "allow_async",
+            ),
         ),
         Planner("balance", balance, "the smallest largest stage, one device each", options=("stages", "schedule")),
         Planner("gpipe", gpipe, "the least variance of the stages", options=("stages", "schedule")),
@@ -48,10 +59,11 @@ PLANNERS = {
             pipedream,
             "replicated stages for the fastest steady state, level by level",
             batched=False,
+            asynchronous=True,
             options=("constant", "graph", "memory"),
         ),
         Planner("dapple", dapple, "the least latency of a synchronous step", options=("keep", "policy")),
-        Planner("2bw", two_bw, "width, depth, micro-batch and recompute for two weight versions"),
+        Planner("2bw", two_bw, "width, depth, micro-batch and recompute for two weight versions", asynchronous=True),
     )
 }
 

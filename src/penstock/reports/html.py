@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 
 from penstock.reports.describe import printable
@@ -20,8 +21,11 @@ from penstock.reports.svg_parts import escaped
 SCRIPTS = ("data.js", "words.js", "view.js", "boxes.js", "memory.js", "scene.js", "tip.js", "input.js", "page.js")
 
 
-def html(timelines: Timelines) -> str:
-    """The page of one timeline, or of several over each other on one time axis (predicted over measured, say)."""
+def html(timelines: Timelines, notes: Sequence[str] = ()) -> str:
+    """The page of one timeline, or of several over each other on one time axis (predicted over measured, say).
+
+    `notes` are lines of plain text below the picture: the losses of a training run, say.
+    """
     shown = panels(timelines)
     script = "\n".join(("(() => {", '"use strict";', *map(_asset, SCRIPTS), "})();", ""))
     sheet = _asset("page.css")
@@ -30,6 +34,7 @@ def html(timelines: Timelines) -> str:
         "policy": f"default-src 'none'; img-src data:; style-src {_hash(sheet)}; script-src {_hash(script)}",
         "style": sheet,
         "script": script,
+        "notes": f'<pre id="notes">{escaped(chr(10).join(notes))}</pre>' if notes else "",
         "data": _embedded(payload(shown)),
     }
     # In one pass: what is put in is never searched for marks itself.

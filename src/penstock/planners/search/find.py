@@ -208,13 +208,16 @@ def search(
     fixed: bool = False,
     replicas: int | None = None,
     margin: float = MARGIN,
+    allow_async: bool = False,
 ) -> Outcome:
     """Minimise the seconds of a batch of so many micro-batches of the profile's size.
 
     `evaluate` may take all replicas of a rank for one, `confirm` does not. `seconds` limits the search; `fixed` keeps
     micro-batches at the profile's size; `whole_rows=False` lets replicas split a row, as planners do that know no rows;
-    `replicas` is the most that a stage may have. Between the best plans of all schedules `margin` decides: a gain below
-    that share is not worth an asynchronous schedule, nor one that is less simple.
+    `replicas` is the most that a stage may have. `allow_async` has asynchronous schedules searched too, which train
+    with weights that are some updates old; one that `schedules` names is searched in any case. Between the best plans
+    of all schedules `margin` decides: a gain below that share is not worth an asynchronous schedule, nor one that is
+    less simple.
     """
     whole("microbatches", microbatches)
     if microbatches > MOST_MICROBATCHES:
@@ -223,13 +226,20 @@ def search(
     whole("seed", seed, 0)
     if replicas is not None:
         whole("replicas", replicas)
-    for name, value in (("recompute", recompute), ("whole_rows", whole_rows), ("fixed", fixed)):
+    for name, value in (
+        ("recompute", recompute),
+        ("whole_rows", whole_rows),
+        ("fixed", fixed),
+        ("allow_async", allow_async),
+    ):
         truth(name, value)
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
         raise InputError("seconds to be 0 or more", seconds, "give the search some time, or no limit")
     if not (isinstance(margin, (int, float)) and 0 <= margin < inf):
         raise InputError("margin to be a share of 0 or more", margin, "0.01 takes a simpler schedule that loses 1%")
-    space = Field(profile, cluster, chosen_methods(schedules), microbatches, recompute, whole_rows, replicas)
+    space = Field(
+        profile, cluster, chosen_methods(schedules, allow_async), microbatches, recompute, whole_rows, replicas
+    )
     sizes = all_multiples(microbatches, fixed)
     capped = tuple(method for method in space.methods if method.cap)
     free = replace(space, methods=tuple(method for method in space.methods if not method.cap) or capped)

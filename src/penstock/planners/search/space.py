@@ -60,8 +60,12 @@ GROUPS = {
 }
 
 
-def chosen_methods(asked: str | Iterable[str]) -> tuple[Method, ...]:
-    """The methods of a group, or those of the schedules named."""
+def chosen_methods(asked: str | Iterable[str], allow_async: bool = False) -> tuple[Method, ...]:
+    """The methods of a group, or those of the schedules named.
+
+    An asynchronous schedule changes what is trained, so it is searched only when asked for: by its name, or by
+    `allow_async`, without which "any" is any synchronous one.
+    """
     try:
         names = [part.strip() for part in asked.split(",")] if isinstance(asked, str) else list(asked)
     except TypeError:
@@ -70,6 +74,8 @@ def chosen_methods(asked: str | Iterable[str]) -> tuple[Method, ...]:
         raise InputError("at least one schedule to search among", "none", "leave schedules out, or name some")
     found: list[Method] = []
     for name in names:
+        if name == "any" and not allow_async:
+            name = "synchronous"
         fitting = GROUPS.get(str(name)) or tuple(m for m in METHODS if name in (m.name, m.schedule))
         if not fitting:
             known = [*GROUPS, *dict.fromkeys(method.schedule for method in METHODS)]

@@ -8,10 +8,14 @@ const local = (event) => {
   return [event.clientX - bounds.left, event.clientY - bounds.top + scrolled()];
 };
 
+// The wheel alone scrolls the page: a picture of many slots is taller than the window. A pinch comes as Ctrl and wheel.
 function onWheel(event) {
+  const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+  const zooming = event.ctrlKey || event.metaKey || event.currentTarget === axis;
+  if (!sideways && !zooming) return;
   event.preventDefault();
   const unit = event.deltaMode === 1 ? 16 : 1;
-  if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+  if (sideways) {
     pan((event.deltaX || event.deltaY) * unit);
   } else {
     zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY * unit * 0.002))), local(event)[0]);
@@ -110,7 +114,7 @@ function onKey(event) {
 }
 
 function listen() {
-  canvas.addEventListener("wheel", onWheel, { passive: false });
+  for (const place of [canvas, axis]) place.addEventListener("wheel", onWheel, { passive: false });
   canvas.addEventListener("pointerdown", onDown);
   canvas.addEventListener("pointermove", onMove);
   canvas.addEventListener("pointerup", onUp);
