@@ -40,6 +40,8 @@ class LossChecks:
     def first_batch(self, loss: LossFunction, inputs: Any, target: Any) -> None:
         """On the first step only, before its update: see first_loss."""
         pipe = self.pipe
+        if pipe.index or not pipe.verify:
+            return
         rows, last = rows_of(as_call(inputs), target), pipe.crew.world.rank == pipe.crew.last
         with self._aside(), pipe.settings[0].autocast():
             parts = self._results(inputs, target, min(pipe.microbatches, rows), 0, kept_and_scored(loss))
@@ -64,6 +66,8 @@ class LossChecks:
         While other batches are in flight, nothing can be run in between: returned is what this one's own forward is to
         be asked, see `ask`. If its micro-batches have too few rows for that, what is in flight is trained to its end.
         """
+        if not self.pipe.verify:
+            return []
         rows, later = rows_of(as_call(inputs), target), []
         cut = spans(rows, min(self.pipe.microbatches, rows))
         for uneven in self.counts.uneven((inputs, target), cut):

@@ -18,13 +18,13 @@ from torch import nn
 from penstock.app.assemble import Assembled, assemble
 from penstock.app.crew import require_agreement
 from penstock.app.equip import SETTLED, Equipped, choose, describe, equip
+from penstock.app.forwards import Forwards
 from penstock.app.gathered import gathered, gathered_run, timeline_here
 from penstock.app.health import Health
 from penstock.app.inputs import input_gradients
-from penstock.app.label_counts import Uneven
 from penstock.app.loss_checks import LossChecks, in_eval_mode
 from penstock.app.measured import Measured
-from penstock.app.micro_batches import Cut, Finish, MicroBatches, scored, unchanged
+from penstock.app.micro_batches import Cut, Finish, MicroBatches, scored
 from penstock.app.optimize import Update
 from penstock.app.remedies import NAMES as REMEDIES
 from penstock.app.settings import Wanted, read_course, require_plain_loss
@@ -39,12 +39,11 @@ from penstock.engine.inline import InlineEngine
 from penstock.engine.stream import InlineStream, WorkerStream
 from penstock.engine.worker import Worker
 from penstock.errors import InputError
-from penstock.model.batch import ApartError, as_call, join, piece, rows_of, spans, uneven_spans
 from penstock.model.chain import Chain
 from penstock.model.loss import Total, total_of
 from penstock.model.materialise import read_later
 from penstock.model.replay import PathChangedError
-from penstock.model.seeding import mixed, random_states_kept
+from penstock.model.seeding import random_states_kept
 from penstock.model.stage import Job
 from penstock.model.walk import watching
 from penstock.schedules.options import TrainingOptions
@@ -121,7 +120,6 @@ class Pipeline:
             timeline, fill, course.options, course.plan,
         )  # fmt: skip
         self.loss, self.index, self.verify = loss, 0, verify
-        self.apart = False  # results of micro-batches cannot be put together
         self.working = False  # inside a step
         parts: Assembled = assemble(self.wanted)
         self.model, self.split, self.floor, self.feed = parts.split.model, parts.split, parts.floor, parts.feed
@@ -130,7 +128,7 @@ class Pipeline:
         self.health = Health(self.crew)
         self.settings, self.device = self.floor.settings, self.floor.settings[0].device
         self.micro_batches = MicroBatches(self.split, self.feed, self.device, self.wanted.seed)
-        self.checks = LossChecks(self)
+        self.checks, self.forwards = LossChecks(self), Forwards(self)
         self._take_up(parts.equipped)
         if load is not None and not callable(load):
             self.import_weights(load)
@@ -150,17 +148,16 @@ class Pipeline:
 
         `inputs` are a tensor, a tuple of arguments, or a dict of keywords, whose labels may be among them.
         """
-        loss = self._require_loss()
+        loss = self.require_loss()
         self.health.require()
         if self.stream is not None:
             return self.stream.step(inputs, target)
         inputs, target = self.feed.one(inputs, target)
-        self.check(inputs, target)
+        self.checks.every_batch(loss, inputs, target)
         with torch.enable_grad(), input_gradients(inputs, self.crew.alone) as scaled:
-            found = self._again(lambda: self._run(self._jobs(inputs, target, self.microbatches, scored(loss))))
+            found = self.again(lambda: self._run(self.jobs(inputs, target, self.microbatches, scored(loss))))
             scaled.by = self.optimizers.unit / (found.weight * self.optimizers.scale)
-        if self.index == 0 and self.verify:
-            self.checks.first_batch(loss, inputs, target)
+        self.checks.first_batch(loss, inputs, target)
         update = self._updated(found)
         self.index += 1
         return Step(self.index - 1, found.mean, update.updated, update.norm)
@@ -173,7 +170,7 @@ class Pipeline:
         through; the pipe drains at the end, at an evaluation, at a save, and when the loop is left. A switch inside the
         loop has the rest of the batches trained by the new schedule.
         """
-        self._require_loss()
+        self.require_loss()
         self.health.require()
         batches = self.feed.each(loader)
         while True:
@@ -229,12 +226,12 @@ class Pipeline:
     def evaluate(self, loader: Iterable[Any] | None) -> float:
         """The mean loss over a loader, in eval mode, without gradients."""
         self.settle()
-        loss, total, weight = self._require_loss(), 0.0, 0.0
+        loss, total, weight = self.require_loss(), 0.0, 0.0
         with in_eval_mode(self.model), torch.no_grad():
             for batch in self.feed.each(loader):
                 inputs, target = self.feed.one(*batch)
-                self.check(inputs, target)
-                found = total_of(self._forward(inputs, target, scored(loss)))
+                self.checks.every_batch(loss, inputs, target)
+                found = total_of(self.forwards.each(inputs, target, scored(loss)))
                 total, weight = total + found.total, weight + found.weight
         total, weight = self.crew.tell([total, weight])
         if not weight:
@@ -246,13 +243,7 @@ class Pipeline:
         """The model's result for a batch, without gradients, in the mode the model is in: on every rank."""
         self.settle()
         inputs, _ = self.feed.one(inputs, None)
-        rows = rows_of(as_call(inputs))
-        cut = [(0, rows)] if self.apart else uneven_spans(rows, self.microbatches)
-        found, apart = self._together(inputs, cut)
-        if apart:  # such a model's batches run as one from now on
-            self.apart, cut = True, [(0, rows)]
-            found, _ = self._together(inputs, cut)
-        return self.crew.result(found, self._example_result(inputs, *cut[0]), self.device)
+        return self.forwards.result(inputs)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole model's state under its own names, on every rank."""
@@ -367,7 +358,7 @@ class Pipeline:
             clock.end()
         return update
 
-    def _again(self, run: Callable[[], Any]) -> Any:
+    def again(self, run: Callable[[], Any]) -> Any:
         """Run something, and once more if a path has changed: it is then traced afresh, where all weights are. Walks
         are watched for all at once: that takes longer to begin and to end than a small stage."""
         with nullcontext() if isinstance(self.model, Chain) else watching():
@@ -378,58 +369,12 @@ class Pipeline:
                     raise
             return run()
 
-    def _together(self, inputs: Any, cut: list[tuple[int, int]]) -> tuple[Any, bool]:
-        """One result of several micro-batches, on the last stage's rank; or whether they cannot be put together, and
-        nothing has changed."""
-        before, found, apart = self.buffers.save(), None, False
-        self.norms.forget()
-        try:
-            with torch.no_grad(), self.norms:
-                results = self._forward(inputs, None, unchanged, cut)
-            try:
-                found = join(results, [last - first for first, last in cut], sure=True) if results else None
-            except ApartError:
-                apart = True
-            apart = self.crew.tell(apart)
-        except BaseException:
-            self.buffers.restore(before)
-            raise
-        if apart:
-            self.buffers.restore(before)
-        else:
-            self.norms.move()
-        return found, apart
-
-    def _forward(
-        self,
-        inputs: Any,
-        target: Any,
-        finish: Finish,
-        cut: list[tuple[int, int]] | None = None,
-    ) -> list[Any]:
-        """What becomes of each micro-batch, on the rank of the last stage; nothing on the others."""
-        rows = rows_of(as_call(inputs), target)
-        cut = cut or spans(rows, min(self.microbatches, rows))
-        with random_states_kept(self.device):
-            results: list[Any] = self._again(lambda: self._through(self._jobs(inputs, target, cut, finish)))
-        return results if self.crew.world.rank == self.crew.last else []
-
-    def _through(self, jobs: list[Job]) -> list[Any]:
-        with self.health.of_run():
-            return self.engine.forward(jobs)
-
-    def _example_result(self, inputs: Any, first: int, last: int) -> Any:
-        """The structure of the model's result for such inputs, as their first micro-batch has it."""
-        args, kwargs = piece(as_call(inputs), first, last)
-        with torch.no_grad():
-            return self.split.path(args, kwargs, chance=mixed(self.wanted.seed, self.index, 0)).trace.result
-
-    def _require_loss(self) -> LossFunction:
+    def require_loss(self) -> LossFunction:
         if self.loss is None:
             raise InputError("a loss to train or evaluate", "none", "give loss= to the Pipeline")
         return self.loss
 
-    def _jobs(
+    def jobs(
         self, inputs: Any, target: Any, cut: Cut, finish: Finish, step: int | None = None, first_number: int = 0
     ) -> list[Job]:
         step = self.index if step is None else step
@@ -438,16 +383,7 @@ class Pipeline:
     def mini_batch(self, inputs: Any, target: Any, step: int, first_number: int) -> list[Job]:
         """The micro-batches of one mini-batch, numbered from `first_number` on."""
         with torch.enable_grad():
-            return self._jobs(inputs, target, self.microbatches, scored(self._require_loss()), step, first_number)
-
-    def compare_first(self, inputs: Any, target: Any) -> None:
-        """Before anything is trained: the batch's loss against that of its micro-batches."""
-        if self.index == 0 and self.verify:
-            self.checks.first_batch(self._require_loss(), inputs, target)
-
-    def check(self, inputs: Any, target: Any, flowing: bool = False) -> list[Uneven]:
-        """Before a batch is scored: whether the loss tells how it weighs it. See LossChecks for what is returned."""
-        return self.checks.every_batch(self._require_loss(), inputs, target, flowing) if self.verify else []
+            return self.jobs(inputs, target, self.microbatches, scored(self.require_loss()), step, first_number)
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -187,9 +187,9 @@ class Stream:
     def _take(self, inputs: Any, target: Any) -> None:
         pipe = self.pipe
         inputs, target = pipe.feed.one(inputs, target)
-        asked = pipe.check(inputs, target, self.flowing)
+        asked = pipe.checks.every_batch(pipe.require_loss(), inputs, target, self.flowing)
         if not self.flowing:
-            pipe.compare_first(inputs, target)
+            pipe.checks.first_batch(pipe.require_loss(), inputs, target)
         jobs = pipe.mini_batch(inputs, target, pipe.index + len(self.batches), self.fed * pipe.microbatches)
         pipe.checks.ask(jobs, inputs, target, asked)
         if not self.flowing:
