@@ -19,10 +19,10 @@ from penstock.model.absent import without_weights, written_out
 from penstock.model.additions import Containers
 from penstock.model.allowed import refuse_shared_inputs
 from penstock.model.batchnorm import is_deferred
+from penstock.model.counting import PLAIN, Operations
 from penstock.model.fakes import HOME, is_fake
 from penstock.model.materialise import is_weightless
 from penstock.model.naming import alike, name_of, places, settle_names
-from penstock.model.operations import PLAIN, Operations
 from penstock.model.seeding import draws, host_draws, mixed, set_draws, torch_seeded
 from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow
 from penstock.model.untouched import copied, no_side_effects, untouched
