@@ -14,7 +14,10 @@ from ranks import launched
 torch.set_num_threads(1)
 
 OTHER = ("other numbers", "other layers", "blocks through a set")  # in each process: nothing that ranks can share
-HASHED = ("through a set", "one module through a set", "glue through a set", "sorted by hash", "sorted by address")
+HASHED = (
+    "through a set", "one module through a set", "glue through a set", "registered through a set", "sorted by hash",
+    "sorted by address",
+)  # fmt: skip
 PARTED = "a weight used elsewhere"  # of a stage that has not got it
 ALIKE = tuple(name for name in unlike.CASES if name not in OTHER)
 SEEDS = {2: ["1,8", "2,7", "3,13", "4,14"], 4: ["1,7,2,8", "3,13,4,14"]}  # all three of OTHER differ

@@ -188,6 +188,38 @@ def elsewhere(m: Model, x: Tensor, again: Tensor | None = None) -> Tensor:
     return x if again is None else m.first(x) + again
 
 
+class Converted(nn.Module):
+    """Code between blocks that calls what may give back a weight as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.blocks = nn.Parameter(torch.randn(WIDTH)), nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.start.to(x.dtype).contiguous().type_as(x).flatten().expand_as(x)
+        for block in self.blocks:
+            x = block(x) + z
+            z = z + x
+        return x
+
+
+class Registered(nn.Module):
+    """Parameters and buffers whose order is that of a set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in set(KEYS):
+            self.register_buffer(f"{name}_scale", torch.full((WIDTH,), 1.0 + len(name)))
+            self.register_parameter(name, nn.Parameter(torch.full((WIDTH,), 0.1 * len(name))))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.full + self.sliding_scale
+        for block in self.blocks:
+            x = block(x) / self.full_scale
+        return x * self.none + self.full
+
+
 class Case(NamedTuple):
     """What is trained, and on which batches; `example` may be another kind of input than the batches are."""
 
@@ -324,6 +356,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "bert": lambda: text("Bert"),
     "identities": lambda: sometimes(),
     "a weight used elsewhere": lambda: moved(),
+    "a weight as it is": lambda: floats(Converted()),
+    "registered through a set": lambda: floats(Registered()),
     "additions": lambda: floats(Shared()),
     "never dropped by torch": lambda: dropped(lambda: float(torch.rand([])), 0.0),
     "dropped by torch": lambda: dropped(lambda: float(torch.rand([])), 0.5),

@@ -115,14 +115,23 @@ def require_agreement(crew: Crew, settings: dict[str, Any]) -> None:
 
 def structure_of(model: nn.Module) -> str:
     """A model's names, shapes and types, short enough to compare."""
-    parts = [(name, tuple(t.shape), str(t.dtype)) for name, t in (*model.named_parameters(), *model.named_buffers())]
+    parts = [(name, tuple(t.shape), str(t.dtype)) for name, t in _by_name(model)]
     count = sum(parameter.numel() for parameter in model.parameters())
     return f"{type(model).__name__} of {count} parameters ({zlib.crc32(repr(parts).encode()):08x})"
 
 
+def _name(named: tuple[str, torch.Tensor]) -> str:
+    return named[0]
+
+
+def _by_name(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers in an order that all ranks have: a model may register them in that of a set."""
+    return [*sorted(model.named_parameters(), key=_name), *sorted(model.named_buffers(), key=_name)]
+
+
 def same_weights(crew: Crew, model: nn.Module) -> None:
     """Ranks that built their models from different seeds all get rank 0's weights and buffers."""
-    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    tensors = [t.detach() for _, t in _by_name(model) if not t.is_meta]
     mine = 0
     for tensor in tensors:
         mine = zlib.crc32(raw(tensor), mine)

@@ -60,7 +60,7 @@ def homes(crew: Crew, split: Split) -> dict[str, int]:
     stages = split.buffer_stages()
     for name, _ in split.model.named_buffers(remove_duplicate=False):
         found[name] = crew.placement[stages.get(name, 0)]
-    return found
+    return dict(sorted(found.items()))  # in an order that all ranks have
 
 
 def release(model: nn.Module, keep: list[nn.Parameter]) -> None:

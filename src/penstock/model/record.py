@@ -43,7 +43,9 @@ def trace(
     def find() -> Trace:
         try:
             return _recorded(layout, copied((args, kwargs)), chance, saved_tensors_hooks(lambda tensor: None, _unsaved))
-        except _UnsavedError:  # the forward itself asks for gradients
+        except (_UnsavedError, RuntimeError) as error:  # the forward itself asks for gradients
+            if not isinstance(error, _UnsavedError) and "saved tensor hooks" not in str(error):
+                raise
             return _recorded(layout, copied((args, kwargs)), chance, nullcontext())
 
     bare = not weights or is_weightless(layout.model)
@@ -268,7 +270,7 @@ class _Recorder(Walk):
                 region=self.region(),
             )
         )
-        self.results.append(tree.replace(result, lambda t: t if id(t) in fixed else hollow(t)))
+        self.results.append(self.layout.hollow(result))
 
     def region(self) -> int | None:
         """The user's checkpoint around open code: what it keeps is recomputed as a whole."""
@@ -277,6 +279,19 @@ class _Recorder(Walk):
             return None
         self.kept.append(hooks[0])
         return id(hooks[0])
+
+    def transformed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in tree.tensors((args, kwargs)):
+            while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                tensor = torch._C._functorch.get_unwrapped(tensor)
+            value = self.known.get(id(tensor))
+            made = self.layout.is_parameter(tensor) or (value is not None and not self.values[value].free)
+            if made or tensor.requires_grad:
+                raise SplitError(
+                    "transforms of torch.func between modules to be given nothing but inputs",
+                    f"{name} of what the model makes, inside one at {users_line()}",
+                    "keep the transform inside one block",
+                )
 
     def native(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.watch:

@@ -18,7 +18,7 @@ from penstock.model import tree
 from penstock.model.additions import Place, add, added, list_lengths
 from penstock.model.passage import Passage, Withheld
 from penstock.model.seeding import draws, host_draws, mixed, torch_seeded
-from penstock.model.trace import DATA, HOOKS, Event, Trace, answer, hollow
+from penstock.model.trace import DATA, HOOKS, Event, Trace, answer, stands_for
 from penstock.model.walk import Layout, Walk, users_line
 
 _NOTHING = nullcontext()
@@ -279,7 +279,10 @@ class Replay(Walk):
             self.keep(result, event.makes[0])
             return result
         whole = (result, self.added(event, (args, kwargs), lengths)) if event.additions else result
-        made = [t for t in tree.tensors(whole) if not self.layout.is_parameter(t)]
+        every = tree.tensors(whole)
+        made = [t for t in every if not self.layout.is_parameter(t)]
+        if len(made) != len(event.makes) == len(every):  # a trace without weights may have seen a copy of a parameter
+            made = every
         if len(made) != len(event.makes):
             raise PathChangedError(
                 f"{event.name} at {users_line()} gave {len(made)} tensors, its trace {len(event.makes)}"
@@ -287,7 +290,7 @@ class Replay(Walk):
         for tensor, value in zip(made, event.makes, strict=True):
             self.keep(tensor, value)
         if event.talks and not event.free:
-            self.passage.plain[at] = tree.replace(whole, hollow)
+            self.passage.plain[at] = self.layout.hollow(whole)
         return result
 
     def apart(self, event: Event, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -377,8 +380,13 @@ class Replay(Walk):
         kept = self.passage.plain.get(at, self.plan.results[at])
         if type(kept) is torch.Tensor and len(event.makes) == 1:  # nearly all
             return self.stand_in(kept, event.makes[0])
-        fixed, numbers = self.layout.is_parameter, iter(event.makes)
-        whole = tree.replace(kept, lambda t: t if fixed(t) else self.stand_in(t, next(numbers)))
+        numbers = iter(event.makes)
+
+        def present(tensor: torch.Tensor) -> torch.Tensor:
+            name = stands_for(tensor)
+            return self.stand_in(tensor, next(numbers)) if name is None else self.layout.model.get_parameter(name)
+
+        whole = tree.replace(kept, present)
         if not event.additions:
             return whole
         result, values = whole

@@ -287,7 +287,7 @@ class Split:
         users: dict[str, set[int]] = {}
         for name, events in self.first.trace.parameters().items():
             users.setdefault(canonical[id(every[name])], set()).update(map(self.first.stage_of, events))
-        return {name: tuple(sorted(stages)) for name, stages in users.items() if len(stages) > 1}
+        return {name: tuple(sorted(stages)) for name, stages in sorted(users.items()) if len(stages) > 1}
 
     def modules(self, path: Path, stage: int) -> list[nn.Module]:
         """Those a stage runs on a path: what its atoms are made of, and the open ones around them."""
@@ -319,10 +319,14 @@ class Split:
             key = canonical[id(every[name])]
             used[key] = min(used.get(key, stage), stage)
         owner, last = {}, 0
-        for name, _ in self.model.named_parameters():
-            last = used.get(name, last)  # one that the forward does not use stays with its neighbours
-            owner[name] = last
-        return owner
+        known = set(canonical.values())
+        for module, held in self.model.named_modules():
+            for inner in sorted(held._parameters):  # a module may register them in the order of a set
+                name = f"{module}.{inner}".lstrip(".")
+                if name in known:
+                    last = used.get(name, last)  # one that the forward does not use stays with its neighbours
+                    owner[name] = last
+        return {name: owner[name] for name in canonical.values()}
 
     def _homes(self, path: Path) -> dict[str, int]:
         """The stage of every module: that of its first call, or of its weights if the example does not call it."""

@@ -170,3 +170,14 @@ def answer(result: Any) -> Any:
 def hollow(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape and type that holds nothing."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def standing_for(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """In a result that holds a parameter as it is, what says which: another process has that parameter's memory."""
+    empty = hollow(parameter)
+    empty.parameter = name  # type: ignore[attr-defined]
+    return empty
+
+
+def stands_for(tensor: torch.Tensor) -> str | None:
+    return getattr(tensor, "parameter", None)

@@ -21,9 +21,11 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from penstock.model import tree
 from penstock.model.encoder import is_encoder, padded
+from penstock.model.trace import hollow, standing_for
 
 _CALL = nn.Module.__call__
 _APPLY = vars(torch.autograd.Function)["apply"]  # the classmethod itself: taken from the class it would be bound to it
+_transform = torch._C._functorch.maybe_current_level  # None outside
 _LIBRARIES = ("torch", "penstock", "contextlib", "functools", "random", "copy")
 
 
@@ -47,6 +49,12 @@ class Layout:
             self.read_parameters()
         return id(tensor) in self.parameters
 
+    def hollow(self, value: Any) -> Any:
+        """A result with empty tensors in it, and with names in place of parameters."""
+        return tree.replace(
+            value, lambda t: standing_for(self.parameters[id(t)], t) if self.is_parameter(t) else hollow(t)
+        )
+
     def read_parameters(self) -> None:
         """Learn the parameters that the model has now."""
         self.parameters = {}
@@ -67,6 +75,10 @@ class Walk(TorchFunctionMode):
 
     def glue(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
+
+    def transformed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A function is called inside a transform of torch.func (vmap, say), whose tensors are none that travel: it
+        runs on every stage."""
 
     def made_inside(self, result: Any) -> Any:
         """What a custom Function inside an event gave."""
@@ -107,6 +119,9 @@ class Walk(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.inside:
+            return func(*args, **(kwargs or {}))
+        if _transform() is not None:
+            self.transformed(_name(func), args, kwargs or {})
             return func(*args, **(kwargs or {}))
         return self.glue(_name(func), func, args, kwargs or {})
 
