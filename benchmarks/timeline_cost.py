@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from benchmarks.workers.contest import Contest
 from benchmarks.workers.sampling import collect
 from benchmarks.workers.team import Team
-from penstock.engine.clock import Clock
+from penstock.core.action import Op
+from penstock.core.endless import Row
+from penstock.engine.measure.clock import Clock
 
 RANKS, MICROBATCHES = 2, 8
 MOST = 0.01  # of a step
@@ -67,7 +69,7 @@ class Model:
     @property
     def readings(self):
         """Of one step."""
-        return 0 if self.pipe.clock is None else len(self.pipe.clock.steps[-1])
+        return 0 if self.pipe.clock is None else self.pipe.clock.runs[-1].readings.shape[-1]
 
 
 class Both(Contest):
@@ -86,11 +88,11 @@ def seconds_of_a_reading(count=20_000):
     """Into a list that grows as a step's does."""
     found = []
     for _ in range(9):
-        clock = Clock()
-        clock.begin()
+        clock, row = Clock((0,)), Row(Op.F, 0, 0, 0, -1)
+        clock.begin(0)
         begin = time.perf_counter()
         for _ in range(count):
-            clock.tick()
+            clock.after(row)
         found.append((time.perf_counter() - begin) / count)
     return statistics.median(found)
 

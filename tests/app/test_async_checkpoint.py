@@ -67,7 +67,7 @@ def test_a_synchronous_checkpoint_begins_movement_anew(tmp_path: Path) -> None:
     _trained(other, 0, 4)
     other.load(tmp_path / "one")
     assert all(
-        not mean.any() for held in other.stream.engine.weights.every() if held.drift for mean in held.drift.delta
+        not mean.any() for held in other.async_trainer.weights.every() if held.drift for mean in held.drift.delta
     )
 
 
@@ -75,7 +75,7 @@ def _movement(pipe: Pipeline) -> dict[str, list[torch.Tensor]]:
     """What each stage that uses a weight knows of its steps, by the weight's name."""
     names = {parameter: name for name, parameter in pipe.model.named_parameters()}
     found: dict[str, list[torch.Tensor]] = {}
-    for held in pipe.stream.engine.weights.every():
+    for held in pipe.async_trainer.weights.every():
         for kept in (held.drift.delta if held.drift else (), held.steps.of(held.steps.newest) if held.steps else ()):
             for parameter, tensor in zip(held.versions.parameters, kept or (), strict=False):
                 found.setdefault(names[parameter], []).append(tensor)

@@ -130,4 +130,4 @@ def test_what_is_counted_is_what_the_engine_says():
     )  # fmt: skip
     list(pipe.train(batches))
     wanted = {s: 4 * (3 - s) * (SIZES[s] * SIZES[s + 1] + SIZES[s + 1]) for s in range(3)}
-    assert pipe.engine.weights.bytes == wanted
+    assert pipe.executor.weights.bytes == wanted

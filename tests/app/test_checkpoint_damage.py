@@ -57,7 +57,7 @@ def frozen(value: Any) -> Any:
 def everything(pipe: Pipeline) -> Any:
     """All that a checkpoint could change."""
     parts = pipe.optimizers
-    held = [] if pipe.stream is None else list(pipe.stream.engine.weights.every())
+    held = [] if pipe.async_trainer is None else list(pipe.async_trainer.weights.every())
     return frozen(
         {
             "model": pipe.model.state_dict(),
@@ -72,7 +72,7 @@ def everything(pipe: Pipeline) -> Any:
                 parts.unit,
             ],
             "sums": {parts.names[parameter]: total for parameter, total in parts.sums.items()},
-            "since": None if pipe.stream is None else pipe.stream.rounds.since,
+            "since": None if pipe.async_trainer is None else pipe.async_trainer.updates.since,
             "drift": [one.drift.delta for one in held if one.drift is not None],
             "steps": [(one.steps.newest, one.steps.by_version) for one in held if one.steps is not None],
             "random": [torch.get_rng_state(), random.getstate(), np.random.get_state()],

@@ -86,7 +86,7 @@ def test_remedies_come_beside_a_plan(tmp_path):
     plan = made(schedule="pipemare").to_json()
     task = Request(written(tmp_path, 'plan = "PLAN"\noptions = {t1 = 3, t3 = 1}', plan)).task()
     assert task.config.pipeline.options == {"t1": 3, "t3": 1}
-    assert task.pipeline().stream.first == 1
+    assert task.pipeline().async_trainer.first == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.app.gathered import _rows
+from penstock.app.gathered import _seconds
 from penstock.app.measured import Measured
 from penstock.app.timed_costs import Timed
 from penstock.core.action import Op
@@ -62,13 +62,22 @@ def readings(built: Schedule, slower: float = 1.0, begin: float = 5.0) -> list[l
     return [[begin, *ends, met + 0.1, met + UPDATE] for ends in mine]
 
 
+def rows_of(read: list[float], updates: int) -> np.ndarray:
+    """Begin and end of every row, in nanoseconds; the updates share their time."""
+    *rows, begin, end = read
+    edges = np.linspace(begin, end, updates + 1)
+    both = np.array([[*rows[:-1], *edges[:-1]], [*rows[1:], *edges[1:]]])
+    return np.round(both * 1e9).astype(np.int64)
+
+
 def as_measured(built: Schedule, steps: list[list[list[float]]], first: int = 1) -> Measured:
     """`steps` of readings in seconds, as a run hands them over."""
-    by_rank = [
-        np.array([[round(t * 1e9) for t in step[rank]] for step in steps], dtype=np.int64)
+    updates = [
+        int((built.rows.op[built.starts[rank] : built.starts[rank + 1]] == Op.UPDATE).sum())
         for rank in range(built.shape.slots)
     ]
-    start, end = _rows(built, by_rank, asked=False)
+    by_rank = [np.array([rows_of(step[rank], updates[rank]) for step in steps]) for rank in range(built.shape.slots)]
+    start, end = _seconds(by_rank, built)
     stages = built.shape.stages
     sizes = [np.full(stages, size) for size in (8.0, 4.0, 1.0, 100.0, 100.0, 200.0)]
     again = np.zeros(stages, dtype=bool)

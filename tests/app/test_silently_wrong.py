@@ -7,6 +7,7 @@ import torch
 
 import plain
 from penstock import Pipeline
+from penstock.engine.observer import Observer
 
 torch.set_num_threads(1)
 
@@ -99,10 +100,11 @@ def test_what_waits_in_1f1b_is_what_1f1b_needs():
     pipe = pipeline(given, stages=4, microbatches=16)
     most = [0] * 4
 
-    def watch(stage: int) -> None:
-        most[stage] = max(most[stage], len(pipe.stages[stage].kept))
+    class Most(Observer):
+        def before(self, row):
+            most[row.stage] = max(most[row.stage], len(pipe.stages[row.stage].kept))
 
-    pipe.engine.acting.turn = watch
+    pipe.observers.add(Most())
     pipe.step(*given.batches[0])
     assert most == [4, 3, 2, 1]
 

@@ -108,7 +108,7 @@ def test_the_learning_rate_follows_its_scheduler():
 def test_a_config_hands_options_to_the_schedule_and_names_our_optimizer():
     section = {"stages": 2, "microbatches": 1, "schedule": "pipemare", "options": {"t1": 7, "t2": False, "t3": 2}}
     pipe = task(pipeline=section, optimizer={"name": "nesterov", "lr": 1e-3, "weight_decay": 0.1}).pipeline()
-    assert (pipe.schedule.shape.name, pipe.stream.first) == ("pipemare", 2)
+    assert (pipe.schedule.shape.name, pipe.async_trainer.first) == ("pipemare", 2)
     (optimizer, *_) = pipe.optimizers.optimizers.values()
     assert isinstance(optimizer, torch.optim.NAdam)
     wanted = {"lr": 1e-3, "betas": (0.99, 0.999), "weight_decay": 0.1, "decoupled_weight_decay": True}

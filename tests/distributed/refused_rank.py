@@ -68,7 +68,7 @@ def main(asked: dict[str, Any]) -> None:
     data = batches(6)
     if asked["what"] == "left out":
         del data[WRONG]
-    for x, y in data if pipe.stream is None else []:
+    for x, y in data if pipe.async_trainer is None else []:
         try:
             found["losses"].append(pipe.step(x, y).loss)
         except penstock.PenstockError as error:
@@ -79,7 +79,7 @@ def main(asked: dict[str, Any]) -> None:
                 break
             fault.on = False
         found["marks"].append(mark(mine))
-    if pipe.stream is not None:
+    if pipe.async_trainer is not None:
         try:
             for step in pipe.train(data):
                 found["losses"].append(step.loss)

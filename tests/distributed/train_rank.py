@@ -96,7 +96,7 @@ def main(asked: dict[str, Any]) -> None:
     if asked.get("file"):
         state = pipe.state_dict()
         mark = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
-        kinds = sorted(set(getattr(pipe.engine.lanes, "kinds", {}).values())) if hasattr(pipe.engine, "lanes") else []
+        kinds = sorted(set(getattr(pipe.ground.lanes, "kinds", {}).values()))
         found = {"losses": losses, "mark": mark, "kinds": kinds, "met": met[-1] - met[0]}
         Path(f"{asked['file']}.{RANK}").write_text(json.dumps(found))
 

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from freed import give_back_what_is_freed
 from penstock import Pipeline, Schedule
 from penstock.core.action import Op
-from penstock.core.check import prove
 from penstock.core.cost import Footprint, flat_costs
+from penstock.core.endless import Row
 from penstock.core.memory import activation_changes
-from penstock.engine.order import dependency_order
+from penstock.engine.observer import Observer
 
 WIDTH, ROWS = 16, 65536  # one activation of a micro-batch: 4 MiB
 SIZES = {"never": (4, 4, 7), "always": (2, 2, 64)}  # stages, micro-batches, layers a stage: over 500 MiB at the peak
@@ -55,27 +55,36 @@ def kept_bytes(layer: nn.Module, x: Tensor) -> int:
     return sum(seen.values())
 
 
-def predicted(schedule: Schedule, layer: int, one: int, layers: int, again: bool) -> float:
+class Order(Observer):
+    """The compute rows of a run, in the order in which the engine runs them."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def before(self, row: Row) -> None:
+        if row.op <= Op.FB:
+            self.rows.append(row)
+
+
+def predicted(schedule: Schedule, order: list[Row], layer: int, one: int, layers: int, again: bool) -> float:
     """The highest sum over all ranks of what the memory model says, in the order in which the engine runs."""
     costs = flat_costs(schedule.shape, recompute=again)
     full = np.full(schedule.shape.stages, float(layer * layers))
     inputs = np.full(schedule.shape.stages, float(one))
     foot = costs.footprint
     object.__setattr__(costs, "footprint", Footprint(full, full, inputs, foot.weights, foot.gradients, foot.optimizer))
-    proven = prove(schedule)
-    rows = proven.schedule.rows
-    changes = activation_changes(proven.schedule, costs).values()
+    rows = schedule.rows
+    changes = activation_changes(schedule, costs).values()
     at = {
         (int(o), int(s), int(k)): i
         for i, (o, s, k) in enumerate(zip(rows.op, rows.stage, rows.microbatch, strict=True))
     }
     level = highest = 0.0
-    for _, action in dependency_order(proven):
-        if action.op <= Op.FB:
-            row = at[action.op, action.stage, action.microbatch]
-            level += sum(begin[row] for begin, _ in changes)
-            highest = max(highest, level)
-            level += sum(end[row] for _, end in changes)
+    for ran in order:
+        row = at[ran.op, ran.stage, ran.microbatch]
+        level += sum(begin[row] for begin, _ in changes)
+        highest = max(highest, level)
+        level += sum(end[row] for _, end in changes)
     return highest
 
 
@@ -101,13 +110,16 @@ def main(method: str, recompute: str) -> None:
         loss=lambda out, _: (out.square().sum(), float(len(out))),
         recompute=recompute,
     )
+    order = Order()
+    pipe.observers.add(order)
     pipe.step(x[: 4 * parts])  # what the first step alone needs, and what libraries allocate once
+    pipe.observers.discard(order)
     before = resident("VmRSS")
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # the mark starts from here
     pipe.step(x)
     measured = resident("VmHWM") - before
-    print(int(predicted(pipe.schedule, layer, ROWS * WIDTH * 4, layers, recompute == "always")), measured)
+    print(int(predicted(pipe.schedule, order.rows, layer, ROWS * WIDTH * 4, layers, recompute == "always")), measured)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from penstock.engine.mark import STATUS, Mark
+from penstock.engine.measure.peak_memory import STATUS, PeakMemory
 
 MIB = 1 << 20
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 def test_what_is_allocated_counts_and_files_that_are_mapped_do_not(tmp_path):
     file = tmp_path / "library"
     file.write_bytes(bytes(64 * MIB))
-    mark = Mark(torch.device("cpu"))
+    mark = PeakMemory(torch.device("cpu"))
     mark.begin()
     mark.restart()
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapped:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.engine.versions import Key, Versions
+from penstock.engine.weights.versions import Key, Versions
 
 torch.set_num_threads(1)
 

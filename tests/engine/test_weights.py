@@ -17,8 +17,8 @@ from penstock.core.check import check
 from penstock.core.endless import Endless
 from penstock.core.loop import Loop
 from penstock.core.schedule import Rows
-from penstock.engine.tie_groups import TieMail
-from penstock.engine.weights import Weights
+from penstock.engine.weights.select import VersionedWeights
+from penstock.engine.weights.ties import TiedWeights
 from penstock.model.split_backward import WeightQueue, deferring
 from segments import MOMENTUM, WITHIN, Method, Recursion, off, optimizer, trained, weights
 
@@ -51,7 +51,7 @@ class Piece:
     def __init__(self, module: nn.Module, around, halved: bool) -> None:
         self.module, self.around, self.halved = module, around, halved
         endless = Endless(penstock.loop("pipedream", stages=STAGES))
-        self.weights = Weights(endless, {0: list(module.parameters())}, TieMail([], {0}, None))
+        self.weights = VersionedWeights(endless, {0: list(module.parameters())}, TiedWeights([], {0}, None))
         self.made: dict[int, tuple[Tensor, Tensor, WeightQueue]] = {}
         self.versions = [values(module)]
 

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from penstock.app.crew import Crew
-from penstock.engine.told import other_forward
+from penstock.engine.passage_words import other_forward
 from penstock.errors import SplitError
 from penstock.model.naming import name_of
 from penstock.model.split import Cuts, Split

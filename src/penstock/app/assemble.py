@@ -13,8 +13,9 @@ from torch import nn
 
 from penstock.app.agree import agreed_split
 from penstock.app.crew import Crew, muster, require_agreement, same_weights, structure_of
-from penstock.app.equip import Chosen, Equipped, Floor, choose, describe, equip, require_sound
+from penstock.app.equip import Chosen, Engine, Ground, build_engine, choose, describe, require_sound
 from penstock.app.feed import Feed
+from penstock.app.flush_updates import FlushUpdates
 from penstock.app.inputs import taken_by
 from penstock.app.optimize import Optimizers
 from penstock.app.settings import Wanted, home_of, read_precision, read_recompute
@@ -22,10 +23,10 @@ from penstock.app.state import guard, release
 from penstock.app.verify import compare_with_whole
 from penstock.engine.alone import Alone
 from penstock.engine.lanes import Lanes, lane_names
-from penstock.engine.tie_groups import TieMail, grouped
-from penstock.engine.ties import Tie, Ties
+from penstock.engine.observer import Observers
 from penstock.engine.transport.choose import open_lanes
 from penstock.engine.transport.facts import wish_of
+from penstock.engine.weights.ties import TiedWeights, tie_groups
 from penstock.errors import SplitError
 from penstock.model.batch import as_call, piece, require_device
 from penstock.model.batchnorm import DeferredNorms
@@ -43,8 +44,8 @@ class Assembled:
     """The parts of one process's share in a pipeline."""
 
     split: Split
-    floor: Floor
-    equipped: Equipped
+    ground: Ground
+    engine: Engine
     norms: DeferredNorms
     buffers: Buffers
     feed: Feed
@@ -116,26 +117,27 @@ def _joined(
     stages = [Stage(split, at, settings[at], norms, buffers, used[at], shared[at]) for at in crew.here]
     device = settings[0].device
     lanes = _open(wanted, crew, split.edges, tied, device)
-    every = [Tie(name, named[name], users) for name, users in tied.items()]
-    ties = Ties(every, stages, lanes)
+    ties = TiedWeights(tie_groups((named[name], users) for name, users in tied.items()), set(crew.here), lanes)
     owned = {at: split.parameters(at) for at in crew.here}
     optimizers = Optimizers(
-        owned, wanted.optimizer, wanted.lr_scheduler, wanted.clip, wanted.accumulate, wanted.precision == "fp16",
-        crew.world, ties,
-    )  # fmt: skip
+        owned, wanted.optimizer, wanted.lr_scheduler, wanted.clip, wanted.accumulate, wanted.precision == "fp16"
+    )
+    observers = Observers()
+    flush = FlushUpdates(optimizers, {stage.index: stage for stage in stages}, ties, crew.world, observers)
     # Last, when nothing is left to refuse: from here on weights may move.
     swap = Swap([used[at] if Offload.WEIGHTS in settings[at].offload else [] for at in range(split.pieces)], device)
-    optimizers.turn = swap.turn
+    optimizers.fetch = swap.turn
     split.tracing = swap.whole
     if not crew.alone:
         release(model, [parameter for stage in stages for parameter in stage.parameters])
         guard(split)
         split.whole = False
-        ties.spread()
-    mail = TieMail(grouped(every), set(crew.here), lanes)
+        flush.spread_weights()
     names = {parameter: name for name, parameter in named.items()}
-    floor = Floor(crew, stages, settings, optimizers, lanes, mail, swap.turn, names, wanted.timeline)
-    return Assembled(split, floor, equip(chosen, floor, split.edges), norms, buffers, feed)
+    ground = Ground(
+        crew, stages, settings, optimizers, flush, lanes, ties, swap.turn, names, wanted.timeline, observers
+    )
+    return Assembled(split, ground, build_engine(chosen, ground, split.edges), norms, buffers, feed)
 
 
 def _as_model(wanted: Wanted) -> tuple[nn.Module, Any, int | None]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.engine.weights import Held
+from penstock.engine.weights.select import Held
 
 if TYPE_CHECKING:  # a pipeline imports this file, and has to do without torch's checkpoints: they take long to import
     from penstock.app.checkpoint_files import Records
@@ -61,9 +61,9 @@ def take_drift(pipe: Pipeline, tensors: Tensors) -> None:
 
 def _every(pipe: Pipeline) -> Iterator[tuple[Held, list[str]]]:
     """Weights that are watched, with the model's names for them."""
-    if pipe.stream is not None:
+    if pipe.async_trainer is not None:
         names = {parameter: name for name, parameter in pipe.model.named_parameters()}
-        for held in pipe.stream.engine.weights.every():
+        for held in pipe.async_trainer.weights.every():
             yield held, [names[parameter] for parameter in held.versions.parameters]
 
 

@@ -68,7 +68,7 @@ def facts_of(pipe: Pipeline) -> Facts:
             "pretrained": pretrained_files(pipe.model),
             "scale": optimizers.scale if optimizers.fp16 else None,
             "good": optimizers.good,
-            "since": None if pipe.stream is None else pipe.stream.rounds.since,
+            "since": None if pipe.async_trainer is None else pipe.async_trainer.updates.since,
             "accumulated": {"weight": optimizers.weight, "steps": optimizers.steps, "unit": optimizers.unit},
         },
         "kinds": _kinds(pipe),
@@ -141,7 +141,7 @@ class Loading:
         self.before = [before(optimizer) for optimizer in parts.optimizers.values()]
         self.before += [before(scheduler) for scheduler in parts.schedulers]
         for at, state in self.optimizers.items():
-            parts.turn(at)  # the state has to be where the weights are when they are updated
+            parts.fetch(at)  # the state has to be where the weights are when they are updated
             parts.optimizers[at].load_state_dict(state)
         for scheduler, state in zip(parts.schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(state)
@@ -159,9 +159,9 @@ class Loading:
         if parts.make is not None:
             self._take_accumulated()
         take_drift(self.pipe, self.tensors)
-        if self.pipe.stream is not None:
+        if self.pipe.async_trainer is not None:
             same = self.facts["layout"]["schedule"] == self.pipe.schedule.shape.name
-            self.pipe.stream.rounds.since = int(self.facts.get("since") or 0) if same else self.step
+            self.pipe.async_trainer.updates.since = int(self.facts.get("since") or 0) if same else self.step
         self.pipe.index = self.step
         rank = self.pipe.crew.world.rank
         set_random_states(self.random[rank if rank < len(self.random) else 0], self.pipe.device)

@@ -7,7 +7,7 @@ of one micro-batch is weighed once; the schedule says how many a rank holds at m
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +20,8 @@ from penstock.core.loop import Loop
 from penstock.core.lower import lower
 from penstock.core.memory import ACTIVATION_KINDS, Kind, Memory
 from penstock.core.schedule import Schedule
-from penstock.engine.acting import Acting
-from penstock.engine.inline import InlineEngine
-from penstock.engine.weigh import Kept, Weigh
-from penstock.engine.weights import Held, Weights
+from penstock.engine.measure.activation_bytes import ActivationMeter, MicroBatchBytes
+from penstock.engine.weights.select import Held, VersionedWeights
 
 KINDS = ("weights", "versions", "gradients", "optimizer", "activations")
 PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optimizer", "buffers")
@@ -31,39 +29,28 @@ PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optim
 StageBytes = dict[int, dict[str, int]]
 
 
-class _Unwatched:
-    """The stages and the desk of an engine, and what acts there, as it was before anybody watched."""
-
-    def __init__(self, acting: Acting) -> None:
-        self.acting, self.act = acting, acting.act
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.acting, name)
-
-
-def weighed(task: Task) -> list[Kept]:
-    """What each stage keeps of one micro-batch, from one step of a synchronous schedule in this process.
+def micro_batch_bytes(task: Task) -> list[MicroBatchBytes]:
+    """Return what each stage keeps of one micro-batch, from one step of a synchronous schedule in this process.
 
     Here the split model is compared with the whole one too, for all methods that have the same stages.
     """
     pipe = task.pipeline()
-    assert isinstance(pipe.engine, InlineEngine)
-    weigh = Weigh(cast(Acting, _Unwatched(pipe.engine.acting)), pipe.device)
-    pipe.engine.acting.act = weigh.begin()  # type: ignore[method-assign, assignment]
+    meter = ActivationMeter(pipe.executor.stages, pipe.device)
+    meter.step_begins(pipe.observers)
     (batch,) = task.batches(0, 1)
     pipe.step(*batch)
-    return [weigh.kept[stage] for stage in sorted(weigh.kept)]
+    return [meter.bytes[stage] for stage in sorted(meter.bytes)]
 
 
 def stage_bytes(pipe: Pipeline) -> StageBytes:
     """What the stages here hold after a run: buffers of versions stay, so those are the most there were."""
     found = standing(pipe)
-    stream = pipe.stream
-    beside = {} if stream is None else version_bytes(stream.engine.weights)
+    trainer = pipe.async_trainer
+    beside = {} if trainer is None else version_bytes(trainer.weights)
     return {at: always | {"versions": beside.get(at, 0)} for at, always in found.items()}
 
 
-def version_bytes(weights: Weights) -> dict[int, int]:
+def version_bytes(weights: VersionedWeights) -> dict[int, int]:
     """Buffers beside the weights themselves: older versions, forecasts, PipeMare's means and corrected weights."""
     return {
         stage: sum(_sets(weights, one) * _bytes(one.versions.parameters) + _remedies(one) for one in held)
@@ -71,7 +58,7 @@ def version_bytes(weights: Weights) -> dict[int, int]:
     }
 
 
-def _sets(weights: Weights, held: Held) -> int:
+def _sets(weights: VersionedWeights, held: Held) -> int:
     """Buffers of versions beside the newest. Stages of one process share those of a tied weight; each in a process of
     its own would have as many as of its own weights."""
     shared = len(weights.users[held.versions]) > 1
@@ -89,13 +76,13 @@ def _bytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def footprint(kept: list[Kept], stages: StageBytes) -> Footprint:
+def footprint(kept: list[MicroBatchBytes], stages: StageBytes) -> Footprint:
     every = [vars(kept[at]) | stages[at] for at in range(len(kept))]
     return Footprint(**{name: np.array([float(stage[name]) for stage in every]) for name in PARTS})
 
 
 def fullest(
-    built: Schedule | Loop, steps: int, kept: list[Kept], stages: StageBytes, recompute: bool
+    built: Schedule | Loop, steps: int, kept: list[MicroBatchBytes], stages: StageBytes, recompute: bool
 ) -> dict[str, float]:
     """Bytes by kind on the rank that holds most; each kind at its own highest."""
     schedule = lower(built.unroll(min(steps, Endless(built).least + 1)) if isinstance(built, Loop) else built)

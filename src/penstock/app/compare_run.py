@@ -25,7 +25,6 @@ from penstock.app.start import Request, heard, rank
 from penstock.app.task import Task
 from penstock.app.track import Track
 from penstock.app.train import last_run
-from penstock.engine.clock import Clock
 from penstock.errors import InputError, RankError
 from penstock.model.heap import bytes_of
 
@@ -89,7 +88,7 @@ def on_rank(task: Task, track: Track) -> Found:
 
 def _busy(pipe: Pipeline) -> float | None:
     """Of the steps that were kept, or of the last run without a flush."""
-    if pipe.crew.alone or not isinstance(pipe.clock, Clock):
+    if pipe.crew.alone or pipe.clock is None or pipe.async_trainer is not None:
         line = last_run(pipe)
         return None if line is None else utilisation(line)
     seen = pipe.measured()

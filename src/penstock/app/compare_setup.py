@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock.app.compare_memory import weighed
+from penstock.app.compare_memory import micro_batch_bytes
 from penstock.app.compare_methods import NAMED, Method
 from penstock.app.config import Config
 from penstock.app.remedies import without_remedies
@@ -17,7 +17,7 @@ from penstock.app.start import Request
 from penstock.app.task import Task
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
-from penstock.engine.weigh import Kept
+from penstock.engine.measure.activation_bytes import MicroBatchBytes
 from penstock.errors import FormatError
 from penstock.model.batch import as_call, rows_of
 
@@ -51,7 +51,7 @@ class Setup:
 
     asked: Request
     config: Config
-    known: dict[str, list[Kept]] = field(default_factory=dict)
+    known: dict[str, list[MicroBatchBytes]] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -85,11 +85,11 @@ class Setup:
                 self.kept(method)
                 return
 
-    def kept(self, method: Method) -> list[Kept]:
+    def kept(self, method: Method) -> list[MicroBatchBytes]:
         """What each stage keeps of one micro-batch."""
         name = self.stages_of(method)
         if name not in self.known:
-            self.known[name] = weighed(self._sample(method, name).task())
+            self.known[name] = micro_batch_bytes(self._sample(method, name).task())
         return self.known[name]
 
     def built(self, method: Method, task: Task) -> Schedule | Loop:

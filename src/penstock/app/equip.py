@@ -1,30 +1,36 @@
-"""An engine for a schedule, over stages that are there: at the start, and whenever the schedule is changed."""
+"""An executor for a schedule, over stages that are there: at the start, and whenever the schedule is changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from penstock.app.async_updates import StageUpdates
 from penstock.app.crew import Crew
+from penstock.app.flush_updates import FlushUpdates
+from penstock.app.loop_status import LoopStatus
 from penstock.app.optimize import Optimizers
 from penstock.app.remedies import Remedies, momentum_steps, read_remedies, require_known, without_remedies
-from penstock.app.rounds import Rounds
 from penstock.app.settings import Asked, Wanted, read_schedule, with_edges
+from penstock.core.action import Op
 from penstock.core.check import prove
-from penstock.core.endless import Endless
+from penstock.core.endless import Endless, Row, slot_rows
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
-from penstock.core.shape import Law
-from penstock.engine.clock import Clock, RunClock
-from penstock.engine.inline import InlineEngine
+from penstock.core.shape import Law, Shape
+from penstock.engine.executor import Executor, StatusObserver, Updates, WeightSelection, failures_told
 from penstock.engine.lanes import Lanes
-from penstock.engine.stream import InlineStream, WorkerStream
-from penstock.engine.tie_groups import TieMail
-from penstock.engine.weights import Remedy, Weights
-from penstock.engine.worker import Worker
+from penstock.engine.measure.activation_bytes import ActivationMeter
+from penstock.engine.measure.clock import Clock
+from penstock.engine.observer import Observer, Observers
+from penstock.engine.stage_executor import StageExecutor
+from penstock.engine.transfers import LocalTransfers, StageTransfers
+from penstock.engine.weights.select import CurrentWeights, Remedy, VersionedWeights
+from penstock.engine.weights.ties import TiedWeights
 from penstock.engine.world import World
 from penstock.errors import InputError
 from penstock.model.offload import Offload
@@ -32,22 +38,27 @@ from penstock.model.reweigh import Reweigh
 from penstock.model.stage import Settings, Stage
 
 SETTLED = ("stages", "chunks", "edges")  # of a pipeline, whatever its schedule
-Engine = InlineEngine | Worker | InlineStream | WorkerStream
 
 
 @dataclass
-class Floor:
-    """What engines stand on, whatever the schedule: this process's stages and its ways to the others."""
+class Ground:
+    """What executors are built on, whatever the schedule: this process's stages and its ways to the others."""
 
     crew: Crew
     stages: list[Stage]
     settings: tuple[Settings, ...]  # of every stage, those of other processes too
     optimizers: Optimizers
+    flush: FlushUpdates
     lanes: Lanes | None
-    mail: TieMail
-    turn: Callable[[int], None]
+    ties: TiedWeights
+    fetch: Callable[[int], None]
     names: dict[nn.Parameter, str]
     timeline: bool
+    observers: Observers
+
+    def slots(self, shape: Shape) -> tuple[int, ...]:
+        """Return which slots of a shape this process runs."""
+        return tuple(range(shape.slots)) if self.lanes is None else (self.crew.world.rank,)
 
 
 @dataclass(frozen=True)
@@ -60,14 +71,20 @@ class Chosen:
 
 
 @dataclass
-class Equipped:
-    """An engine, and what belongs to it alone."""
+class Engine:
+    """An executor for a schedule, and what belongs to it alone. `rows` are those of a synchronous mini-batch before its
+    updates, and the updates, by slot."""
 
     schedule: Schedule | Loop
-    engine: Engine
-    clock: Clock | RunClock | None
-    rounds: Rounds | None = None
-    remedies: Remedies = field(default_factory=Remedies)
+    executor: Executor
+    observers: tuple[Observer, ...]
+    clock: Clock | None
+    remedies: Remedies
+    rows: tuple[list[list[Row]], list[list[Row]]] | None = None
+    meter: ActivationMeter | None = None
+    updates: StageUpdates | None = None
+    weights: VersionedWeights | None = None
+    status: LoopStatus | None = None
 
 
 def choose(wanted: Wanted, stages: int | None, cuts: Sequence[str] | None) -> Chosen:
@@ -102,60 +119,103 @@ def describe(chosen: Chosen) -> str:
     return f"{built.shape.name} of {actions} actions{remedies}"
 
 
-def equip(chosen: Chosen, floor: Floor, edges: tuple[tuple[int, int], ...]) -> Equipped:
-    """Prove the schedule and make its engine."""
+def build_engine(chosen: Chosen, ground: Ground, edges: tuple[tuple[int, int], ...]) -> Engine:
+    """Prove the schedule and make its executor."""
     built = with_edges(chosen.asked, chosen.built, edges)
     newest = built.shape.law is Law.NEWEST
     if isinstance(built, Schedule):
-        equipped = _synchronous(built, floor)
+        engine = _synchronous(built, ground)
     else:
-        equipped = _asynchronous(Endless(built), chosen.remedies, floor)
-    for stage in floor.stages:
-        named = [(floor.names[p], p) for p in stage.parameters]
+        engine = _asynchronous(Endless(built), chosen.remedies, ground)
+    for stage in ground.stages:
+        named = [(ground.names[p], p) for p in stage.parameters]
         host = Offload.ACTIVATIONS in stage.settings.offload
         stage.reweigh = Reweigh(named, host, stage.split.model.buffers()) if newest else None
-    return equipped
+    return engine
 
 
-def _synchronous(built: Schedule, floor: Floor) -> Equipped:
-    proven = prove(built)
-    clock = Clock() if floor.timeline else None
-    if floor.lanes is None:
-        return Equipped(proven.schedule, InlineEngine(proven, floor.stages, floor.turn, clock), clock)
-    assert isinstance(floor.crew.world, World)
-    world = floor.crew.world
-    engine = Worker(proven, world.rank, floor.stages, floor.lanes, world.watch, floor.turn, clock)
-    return Equipped(proven.schedule, engine, clock)
+def _synchronous(built: Schedule, ground: Ground) -> Engine:
+    schedule = prove(built).schedule
+    slots = ground.slots(schedule.shape)
+    every = [slot_rows(schedule, slot) for slot in slots]
+    split = {(row.stage, row.microbatch) for rows in every for row in rows if row.op is Op.I}
+    stages = StageExecutor(ground.stages, lambda stage, microbatch: (stage, microbatch) in split)
+    ends = {row.stage: row.microbatch for rows in every for row in rows if _goes_before(row)}
+    executor = _executor(ground, slots, stages, CurrentWeights(ground.fetch), ground.flush, ends)
+    clock = Clock(slots) if ground.timeline else None
+    meter = None if clock is None or ground.lanes is None else ActivationMeter(stages, ground.stages[0].settings.device)
+    flush = [next(at for at, row in enumerate(rows) if row.op is Op.UPDATE) for rows in every]
+    before = [rows[:at] for rows, at in zip(every, flush, strict=True)]
+    updates = [rows[at:] for rows, at in zip(every, flush, strict=True)]
+    observers = _own_observers(ground, clock)
+    return Engine(schedule, executor, observers, clock, Remedies(), (before, updates), meter)
 
 
-def _asynchronous(endless: Endless, remedies: Remedies, floor: Floor) -> Equipped:
+def _goes_before(row: Row) -> bool:
+    """Return whether a row sends a gradient to the stage before."""
+    return row.op is Op.SEND_B and row.peer == row.stage - 1
+
+
+def _asynchronous(endless: Endless, remedies: Remedies, ground: Ground) -> Engine:
     endless.proven(endless.least)
-    shared = {parameter for group in floor.mail.groups for parameter in group.parameters}
-    own = {stage.index: [p for p in floor.optimizers.owned[stage.index] if p not in shared] for stage in floor.stages}
+    shared = {parameter for group in ground.ties.groups for parameter in group.parameters}
+    own = {stage.index: [p for p in ground.optimizers.owned[stage.index] if p not in shared] for stage in ground.stages}
     foreseen = None
     if remedies.predict == "spectrain":
-        _require_own_weights(floor)
-        foreseen = momentum_steps(floor.optimizers.optimizers)
+        _require_own_weights(ground)
+        foreseen = momentum_steps(ground.optimizers.optimizers)
     remedy = Remedy(remedies.t2, remedies.predict is not None, foreseen)
-    weights = Weights(endless, own, floor.mail, remedy)
+    weights = VersionedWeights(endless, own, ground.ties, remedy, ground.observers)
     rate = None if remedies.t1 is None else lambda stage, step: remedies.rate(endless, stage, step)
-    rounds = Rounds(floor.optimizers, weights, floor.mail, endless.shape.stages - 1, rate)
-    if floor.lanes is None:
-        clocks = [RunClock() for _ in range(endless.shape.slots)] if floor.timeline else []
-        inline = InlineStream(endless, floor.stages, weights, rounds, clocks)
-        return Equipped(endless.loop, inline, None, rounds, remedies)
-    assert isinstance(floor.crew.world, World)
-    clock, world = RunClock() if floor.timeline else None, floor.crew.world
-    worker = WorkerStream(endless, world.rank, floor.stages, weights, rounds, floor.lanes, world.watch, clock)
-    return Equipped(endless.loop, worker, clock, rounds, remedies)
+    updates = StageUpdates(ground.optimizers, weights, ground.ties, endless.shape.stages - 1, rate)
+    slots = ground.slots(endless.shape)
+    executor = _executor(ground, slots, StageExecutor(ground.stages, _split_in(endless)), weights, updates)
+    clock, world = Clock(slots, keep=1) if ground.timeline else None, ground.crew.world
+    status = LoopStatus(world.watch.board if isinstance(world, World) else None, ground.lanes)
+    observers = _own_observers(ground, clock)
+    return Engine(endless.loop, executor, observers, clock, remedies, updates=updates, weights=weights, status=status)
 
 
-def _require_own_weights(floor: Floor) -> None:
+def _split_in(endless: Endless) -> Callable[[int, int], bool]:
+    """Return which micro-batches of a loop have input and weight gradient apart, on which stages."""
+    per_pass = endless.loop.period * endless.shape.microbatches
+    split: set[tuple[int, int]] = set()  # stages, and micro-batches of a pass
+    for rows in (*endless.loop.fill, *endless.loop.body):
+        inputs = rows.op == Op.I
+        split.update(zip(rows.stage[inputs].tolist(), (rows.microbatch[inputs] % per_pass).tolist(), strict=True))
+    return lambda stage, microbatch: (stage, microbatch % per_pass) in split
+
+
+def _executor(
+    ground: Ground,
+    slots: tuple[int, ...],
+    stages: StageExecutor,
+    weights: WeightSelection,
+    updates: Updates,
+    ends: dict[int, int] | None = None,
+) -> Executor:
+    """Return an executor whose transfers are those of this process; without `ends`, losses and norms go along."""
+    world = ground.crew.world
+    if ground.lanes is None or not isinstance(world, World):
+        return Executor(slots, stages, LocalTransfers(), weights, updates, ground.observers)
+    device = ground.stages[0].settings.device
+    transfers = StageTransfers(stages, ground.lanes, device, news=ends is None, last_backward=ends or {})
+    return Executor(slots, stages, transfers, weights, updates, ground.observers, partial(failures_told, world.watch))
+
+
+def _own_observers(ground: Ground, clock: Clock | None) -> tuple[Observer, ...]:
+    """Return the status page's observer and the clock; the clock comes last, so that it reads what others take too."""
+    world = ground.crew.world
+    status = (StatusObserver(world.watch),) if isinstance(world, World) else ()
+    return (*status, *(() if clock is None else (clock,)))
+
+
+def _require_own_weights(ground: Ground) -> None:
     """A copy of a weight is forecast by its owner's momentum, which another process does not have."""
-    if floor.mail.groups and not floor.crew.alone:
+    if ground.ties.groups and not ground.crew.alone:
         raise InputError(
             "predict='spectrain' for weights that one stage uses alone",
-            f"{floor.names[floor.mail.groups[0].parameters[0]]}, which stages of different processes share",
+            f"{ground.names[ground.ties.groups[0].parameters[0]]}, which stages of different processes share",
             "use predict='xpipe'",
         )
 

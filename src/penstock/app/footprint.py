@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.engine.mark import highest, resident
+from penstock.engine.measure.peak_memory import highest, resident
 
 peak = highest
 

@@ -70,7 +70,7 @@ class Forwards:
 
     def _through(self, jobs: list[Job]) -> list[Any]:
         with self.pipe.health.of_run():
-            return self.pipe.engine.forward(jobs)
+            return self.pipe.executor.forward(jobs)
 
     def _example(self, inputs: Any, first: int, last: int) -> Any:
         """The structure of the model's result for such inputs, as their first micro-batch has it."""

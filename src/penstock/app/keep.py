@@ -63,4 +63,4 @@ class Keep:
         number = name.removeprefix("step-")
         if number == name or not number.isdecimal() or not self.pipe.index < int(number) <= self.steps:
             return False
-        return self.pipe.stream is not None or self._due(int(number))
+        return self.pipe.async_trainer is not None or self._due(int(number))

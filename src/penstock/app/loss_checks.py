@@ -142,7 +142,7 @@ class LossChecks:
             jobs[0].questions.append(Question(_others(jobs[0], changed)))
         try:
             with random_states_kept(self.pipe.device):
-                return self.pipe.engine.forward(jobs)
+                return self.pipe.executor.forward(jobs)
         except Exception:
             if self.pipe.crew.alone:
                 return None

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from penstock.app.assemble import Assembled, assemble
+from penstock.app.async_trainer import AsyncTrainer
 from penstock.app.crew import require_agreement
-from penstock.app.equip import SETTLED, Equipped, choose, describe, equip
+from penstock.app.equip import SETTLED, Engine, build_engine, choose, describe
+from penstock.app.flush_updates import Update
 from penstock.app.forwards import Forwards
 from penstock.app.gathered import gathered, gathered_run, timeline_here
 from penstock.app.health import Health
@@ -25,19 +27,14 @@ from penstock.app.inputs import input_gradients
 from penstock.app.loss_checks import LossChecks, in_eval_mode
 from penstock.app.measured import Measured
 from penstock.app.micro_batches import Cut, Finish, MicroBatches, scored
-from penstock.app.optimize import Update
 from penstock.app.remedies import NAMES as REMEDIES
 from penstock.app.settings import Wanted, read_course, require_plain_loss
 from penstock.app.state import take_state, whole_state
-from penstock.app.streaming import Stream
 from penstock.core.arguments import named, named_fields, parameters_of, refuse_unknown
+from penstock.core.endless import Row
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.core.timeline import Timeline
-from penstock.engine.clock import RunClock
-from penstock.engine.inline import InlineEngine
-from penstock.engine.stream import InlineStream, WorkerStream
-from penstock.engine.worker import Worker
 from penstock.errors import InputError
 from penstock.model.chain import Chain
 from penstock.model.loss import Total, total_of
@@ -122,25 +119,32 @@ class Pipeline:
         self.loss, self.index, self.verify = loss, 0, verify
         self.working = False  # inside a step
         parts: Assembled = assemble(self.wanted)
-        self.model, self.split, self.floor, self.feed = parts.split.model, parts.split, parts.floor, parts.feed
+        self.model, self.split, self.ground, self.feed = parts.split.model, parts.split, parts.ground, parts.feed
         self.norms, self.buffers = parts.norms, parts.buffers
-        self.crew, self.stages, self.optimizers = self.floor.crew, self.floor.stages, self.floor.optimizers
+        self.crew, self.stages, self.optimizers = self.ground.crew, self.ground.stages, self.ground.optimizers
+        self.flush, self.observers = self.ground.flush, self.ground.observers
+        self.engine: Engine | None = None
         self.health = Health(self.crew)
-        self.settings, self.device = self.floor.settings, self.floor.settings[0].device
+        self.settings, self.device = self.ground.settings, self.ground.settings[0].device
         self.micro_batches = MicroBatches(self.split, self.feed, self.device, self.wanted.seed)
         self.checks, self.forwards = LossChecks(self), Forwards(self)
-        self._take_up(parts.equipped)
+        self._take_up(parts.engine)
         if load is not None and not callable(load):
             self.import_weights(load)
 
-    def _take_up(self, equipped: Equipped) -> None:
-        self.schedule, self.engine, self.clock = equipped.schedule, equipped.engine, equipped.clock
-        self.microbatches = self.schedule.shape.microbatches
-        self.stream: Stream | None = None
-        if equipped.rounds is not None:
-            assert isinstance(self.engine, (InlineStream, WorkerStream))
-            equipped.rounds.since = self.index
-            self.stream = Stream(self, self.engine, equipped.rounds, equipped.remedies.t3)
+    def _take_up(self, engine: Engine) -> None:
+        """Train by this engine from now on."""
+        if self.engine is not None:
+            self.observers.discard(*self.engine.observers, self.engine.meter)
+        self.observers.add(*engine.observers)
+        self.engine, self.executor, self.clock = engine, engine.executor, engine.clock
+        self.schedule, self.microbatches = engine.schedule, engine.schedule.shape.microbatches
+        self.async_trainer: AsyncTrainer | None = None
+        if engine.updates is not None and engine.weights is not None and engine.status is not None:
+            engine.updates.since = self.index
+            self.async_trainer = AsyncTrainer(
+                self, self.executor, engine.weights, engine.updates, engine.status, engine.clock, engine.remedies.t3
+            )
 
     @named
     def step(self, inputs: Any, target: Any = None) -> Step:
@@ -150,8 +154,8 @@ class Pipeline:
         """
         loss = self.require_loss()
         self.health.require()
-        if self.stream is not None:
-            return self.stream.step(inputs, target)
+        if self.async_trainer is not None:
+            return self.async_trainer.step(inputs, target)
         inputs, target = self.feed.one(inputs, target)
         self.checks.every_batch(loss, inputs, target)
         with torch.enable_grad(), input_gradients(inputs, self.crew.alone) as scaled:
@@ -174,9 +178,9 @@ class Pipeline:
         self.health.require()
         batches = self.feed.each(loader)
         while True:
-            stream = self.stream
-            yield from self._flushed(batches) if stream is None else stream.train(batches)
-            if self.stream is stream:
+            trainer = self.async_trainer
+            yield from self._flushed(batches) if trainer is None else trainer.train(batches)
+            if self.async_trainer is trainer:
                 return
 
     @named
@@ -206,9 +210,9 @@ class Pipeline:
         if not self.crew.alone:
             require_agreement(self.crew, {"schedule": describe(chosen), "micro-batches": parts})
         self.settle()
-        equipped = equip(chosen, self.floor, self.split.edges)
+        engine = build_engine(chosen, self.ground, self.split.edges)
         self.wanted = wanted
-        self._take_up(equipped)
+        self._take_up(engine)
 
     def settle(self) -> None:
         """Train to its end what is in flight: all weights are then the newest. Synchronous schedules leave nothing."""
@@ -219,8 +223,8 @@ class Pipeline:
                 "call it when the step is over",
             )
         self.health.require()
-        if self.stream is not None:
-            self.stream.drain()
+        if self.async_trainer is not None:
+            self.async_trainer.drain()
 
     @named
     def evaluate(self, loader: Iterable[Any] | None) -> float:
@@ -305,57 +309,69 @@ class Pipeline:
         Under an asynchronous schedule, the last run from its fill to its drain; what is in flight is drained first.
         """
         self.settle()
-        if self.stream is not None:
+        if self.async_trainer is not None:
             return gathered_run(self)
         return timeline_here(self) if self.crew.alone else self.measured().timeline()
 
     def close(self) -> None:
         """Let go of what joins this pipeline's processes, which the end of the process does too. By every rank."""
         self.settle()
-        self.engine.close()
+        self.executor.close()
 
     def _flushed(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[Step]:
         """Step by step, for as long as the schedule is a synchronous one."""
         for inputs, target in batches:
             yield self.step(inputs, target)
-            if self.stream is not None:
+            if self.async_trainer is not None:
                 return
 
     def _run(self, jobs: list[Job]) -> Total:
-        """All forwards and backwards; whatever goes wrong, the model is then as it was before."""
-        assert isinstance(self.engine, (InlineEngine, Worker))
-        root = self.optimizers.root(sum(job.rows for job in jobs))
+        """Run all forwards and backwards; whatever goes wrong, the model is then as it was before."""
+        assert self.engine is not None
+        assert self.engine.rows is not None
+        root = self.flush.root(sum(job.rows for job in jobs))
         for job in jobs:
             job.root = root
         self.norms.forget()
         before = self.before = self.buffers.save()
         try:
-            with random_states_kept(self.device), self.norms, self.optimizers.gathering(), self.busy():
+            with random_states_kept(self.device), self.norms, self.flush.gathering(), self.busy():
                 with self.health.of_run():
-                    found = self.engine.run(jobs)
-                found.require_usable()
+                    loss = self._run_rows(self.engine, jobs, self.engine.rows[0])
+                loss.require_usable()
         except BaseException:
-            self.engine.drop()
+            self.executor.drop()
+            self.flush.forget()
             self.buffers.restore(before)
             raise
         self.buffers.learn(before)
-        return found
+        return loss
 
-    def _updated(self, found: Total) -> Update:
-        clock = self.clock
-        assert not isinstance(clock, RunClock)
-        if clock is not None:
-            clock.tick()
+    def _run_rows(self, engine: Engine, jobs: list[Job], rows: list[list[Row]]) -> Total:
+        """Run the rows of a mini-batch before its updates."""
+        if engine.clock is not None:
+            engine.clock.forget()
+        if engine.meter is not None:
+            engine.meter.step_begins(self.observers)
+        self.executor.begin(jobs)
+        with self.executor.stages.watched():
+            self.executor.run(rows)
+        return self.executor.loss()
+
+    def _updated(self, loss: Total) -> Update:
+        assert self.engine is not None
+        assert self.engine.rows is not None
         try:
             with self.health.of_update(self.optimizers):
-                update = self.optimizers.finish(found, self.index)
+                update = self.flush.agree(loss, self.index)
+                self.executor.run(self.engine.rows[1])
         except BaseException:
+            self.flush.forget()
             self.buffers.restore(self.before)
             raise
         self.norms.move()
-        if clock is not None:
-            clock.tick()
-            clock.end()
+        if self.clock is not None:
+            self.clock.finish(batches=1)
         return update
 
     def again(self, run: Callable[[], Any]) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.app.advance import advance, update
 from penstock.app.task import Task
-from penstock.engine.mark import Mark
+from penstock.engine.measure.peak_memory import PeakMemory
 from penstock.model.batch import spans
 from penstock.model.labels import Labels, Memory
 from penstock.model.loss import read_loss
@@ -103,7 +103,7 @@ def _rows(value: Any) -> int:
 def timed(task: Task, steps: int, threads: list[int]) -> list[dict[str, float]]:
     """For some numbers of threads: median seconds of a step, one that warms up left out, and the most bytes: of
     weights, and of what training took beside them. Counted as a pipeline's ranks count theirs."""
-    plain, mark, found = Plain(task), Mark(torch.device("cpu")), []
+    plain, mark, found = Plain(task), PeakMemory(torch.device("cpu")), []
     weights = sum(parameter.numel() * parameter.element_size() for parameter in plain.model.parameters())
     mark.begin()
     for count in threads:

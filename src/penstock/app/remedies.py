@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from penstock.core.endless import Endless
 from penstock.core.shape import Law, Shape
-from penstock.engine.weights import Foreseen
+from penstock.engine.weights.select import Foreseen
 from penstock.errors import InputError
 from penstock.schedules.registry import find
 

@@ -30,7 +30,6 @@ from penstock.app.task import Task
 from penstock.app.traffic import traffic
 from penstock.app.validation import require_validation, sample, validate
 from penstock.core.timeline import Timeline
-from penstock.engine.clock import Clock, RunClock
 from penstock.engine.watch.speak import say
 from penstock.errors import InputError
 from penstock.schedules.registry import METHODS
@@ -76,7 +75,8 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
             show(begun + len(losses), step.loss)
             kept.after(begun + len(losses))
             clock = perf_counter()
-    seen = pipe.measured() if isinstance(pipe.clock, Clock) and losses and not pipe.crew.alone else None
+    timed = pipe.clock is not None and pipe.async_trainer is None and not pipe.crew.alone
+    seen = pipe.measured() if timed and losses else None
     whole = pipe.crew.world.gather(str(max(0, peak() - before)).encode())
     return Outcome(
         losses,
@@ -114,10 +114,10 @@ def _resumed(pipe: Pipeline, path: str | None, steps: int) -> int:
 def last_run(pipe: Pipeline) -> Timeline | None:
     """The last run without a flush; None where all steps had one, or where it was too long to keep. Every rank asks."""
     clock = pipe.clock
-    if not isinstance(clock, RunClock):
+    if clock is None or pipe.async_trainer is None:
         return None
     pipe.settle()
-    whole = pipe.crew.world.gather(b"" if clock.last is None else b"whole")
+    whole = pipe.crew.world.gather(b"whole" if clock.runs else b"")
     return pipe.timeline() if all(whole) else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from penstock.core.action import Op
-from penstock.engine.acting import Acting
+from penstock.engine.stage_executor import StageExecutor, never_split
 from penstock.errors import InputError, SplitError
 from penstock.model import tree
 from penstock.model.batchnorm import DeferredNorms
@@ -87,7 +87,7 @@ def _in_parts(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], devic
     """The same, stage by stage, as they will run: values are cut off their history, gradients are handed back."""
     norms, buffers = DeferredNorms(split.model), Buffers(split.model)
     stages = [Stage(split, at, Settings(device), norms, buffers, []) for at in range(split.pieces)]
-    acting = Acting(stages, lambda stage, microbatch: False)
+    executor = StageExecutor(stages, never_split)
     with (
         untouched(split.model, split.first.trace.generators, split.first.trace.written),
         torch.enable_grad(),
@@ -98,14 +98,14 @@ def _in_parts(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], devic
         chance = split.first.trace.chance
         path = split.path(args, kwargs, chance=chance)
         job = Job(0, -1, args, kwargs, 1, path, lambda result: Loss(_weighed(result), 1.0), chance=chance)
-        acting.begin([job])
+        executor.begin([job])
         with watching():
             for stage in range(split.pieces):
-                acting.act(Op.F, stage, 0)
+                executor.run(Op.F, stage, 0)
             for stage in reversed(range(split.pieces)):
-                acting.act(Op.B, stage, 0)
+                executor.run(Op.B, stage, 0)
         found = gradients()
-        total = acting.results[0].value
+        total = executor.ordered_results[0].value
     return found | {"": total.detach().to(next((g.dtype for g in found.values()), total.dtype))}
 
 

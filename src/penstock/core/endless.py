@@ -136,14 +136,23 @@ class Endless:
         begins = _begins(rows)
         end = len(rows) if last is None or last >= len(begins) else int(begins[last])
         begin = len(rows) if first >= len(begins) else int(begins[first])
-        columns = (column[begin:end].tolist() for column in rows.columns()[:5])
-        return [Row(Op(op), *numbers) for op, *numbers in zip(*columns, strict=True)]
+        return _listed(rows, begin, end)
 
     def _shifted(self, rows: list[Row], passes: int) -> list[Row]:
         if not passes:
             return rows
         numbers = passes * self.loop.period * self.shape.microbatches
         return [_later(row, numbers, passes * self._steps[row.stage]) for row in rows]
+
+
+def slot_rows(schedule: Schedule, slot: int) -> list[Row]:
+    """Return the whole list of one slot of a lowered schedule."""
+    return _listed(schedule.rows, int(schedule.starts[slot]), int(schedule.starts[slot + 1]))
+
+
+def _listed(rows: Rows, begin: int, end: int) -> list[Row]:
+    columns = (column[begin:end].tolist() for column in rows.columns()[:5])
+    return [Row(Op(op), *numbers) for op, *numbers in zip(*columns, strict=True)]
 
 
 def _later(row: Row, numbers: int, versions: int) -> Row:

@@ -1,6 +1,6 @@
-"""What stages tell each other besides tensors, as words on the wire: shapes that open code asks for, plain results.
+"""Facts that go along with tensors from stage to stage, as JSON: shapes that open code asks for, plain results.
 
-Both ends know the trace, so only what differs from it is told: nothing at all while sizes stay those of the trace.
+Both ends know the trace, so only differences from it are sent: nothing at all while sizes stay those of the trace.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.model.trace import Trace
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def tell(passage: Passage, seen: Trace) -> bytes:
-    """The words for a passage, as far as it is not what the trace has."""
+def encode_passage(passage: Passage, trace: Trace) -> bytes:
+    """Return what differs between a passage and the trace; nothing where they agree."""
     if not (passage.shapes or passage.plain or passage.grads):
         return b""
-    values = seen.values
+    values = trace.values
     shapes = {
         values[value].key: [list(shape), _name(dtype)]
         for value, (shape, dtype) in passage.shapes.items()
@@ -31,27 +31,27 @@ def tell(passage: Passage, seen: Trace) -> bytes:
     }
     plain = {}
     for event, result in passage.plain.items():
-        name = seen.events[event].name
+        name = trace.events[event].name
         words = _words(result, name)
-        if words != _words(seen.results[event], name):
-            plain[seen.events[event].key] = words
-    told = [shapes, plain, {values[value].key: grad for value, grad in passage.grads.items()}]
-    return json.dumps(told).encode() if any(told) else b""
+        if words != _words(trace.results[event], name):
+            plain[trace.events[event].key] = words
+    facts = [shapes, plain, {values[value].key: grad for value, grad in passage.grads.items()}]
+    return json.dumps(facts).encode() if any(facts) else b""
 
 
-def hear(words: bytes, passage: Passage, seen: Trace) -> None:
-    """Understand what was told."""
+def decode_passage(words: bytes, passage: Passage, trace: Trace) -> None:
+    """Enter into a passage what `encode_passage` said of it."""
     if not words:
         return
     shapes, plain, grads = json.loads(words)
-    values, events = seen.value_names, seen.event_names
+    values, events = trace.value_names, trace.event_names
     try:
         passage.grads.update({values[int(key)]: grad for key, grad in grads.items()})
         for key, (shape, dtype) in shapes.items():
             passage.shapes[values[int(key)]] = (tuple(shape), getattr(torch, dtype))
         for key, leaves in plain.items():
             event = events[int(key)]
-            passage.plain[event] = _with_leaves(seen.results[event], leaves)
+            passage.plain[event] = _with_leaves(trace.results[event], leaves)
     except KeyError:
         raise other_forward("a call that this one does not make") from None
 

@@ -8,7 +8,7 @@ for a micro-batch every stage uses the version that the owner's forward of it na
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,12 +18,31 @@ from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr
 from penstock.core.action import Op
 from penstock.core.endless import FOREVER, Endless
 from penstock.core.shape import Law
-from penstock.engine.drift import Drift, Steps
-from penstock.engine.tie_groups import Group, TieMail
-from penstock.engine.versions import Key, Versions
+from penstock.engine.observer import Observers
+from penstock.engine.weights.forecast import Drift, Steps
+from penstock.engine.weights.ties import TiedWeights, TieGroup
+from penstock.engine.weights.versions import Key, Versions
+
+_NOTHING = nullcontext()
 
 # The steps that a stage's optimizer would take next, one for each of some weights.
 Foreseen = Callable[[int, list[nn.Parameter]], list[Tensor]]
+
+
+class CurrentWeights:
+    """The one version of synchronous training; `fetch(stage)` has a stage's weights where they are needed next."""
+
+    def __init__(self, fetch: Callable[[int], None]) -> None:
+        self.fetch = fetch
+
+    def at(self, op: Op, stage: int, microbatch: int, version: int) -> AbstractContextManager[None]:
+        """Return a context in which the stage's weights are on its device."""
+        self.fetch(stage)
+        return _NOTHING
+
+    def ready(self, stage: int) -> None:
+        """Have a stage's weights on its device."""
+        self.fetch(stage)
 
 
 @dataclass(frozen=True)
@@ -43,7 +62,7 @@ class Held:
     stage: int
     owner: int
     versions: Versions
-    group: Group | None = None
+    group: TieGroup | None = None
     far: bool = False  # a copy of weights whose owner lives in another process
     seen: int = 0  # the newest version that this stage has run on
     drift: Drift | None = None
@@ -51,20 +70,21 @@ class Held:
 
 
 @dataclass(eq=False)
-class Weights:
+class VersionedWeights:
     """The weights of the stages of one process. `own` are each stage's, without those that it shares."""
 
     endless: Endless
     own: dict[int, list[nn.Parameter]]
-    mail: TieMail
+    ties: TiedWeights
     remedy: Remedy = field(default_factory=Remedy)
+    observers: Observers = field(default_factory=Observers)
 
     def __post_init__(self) -> None:
-        shared = {group.number: Versions(group.parameters) for group in self.mail.groups}
+        shared = {group.number: Versions(group.parameters) for group in self.ties.groups}
         self.held: dict[int, list[Held]] = {}
         for stage, parameters in self.own.items():
             mine = [Held(stage, stage, Versions(parameters))]
-            for group in self.mail.groups:
+            for group in self.ties.groups:
                 if stage in group.stages:
                     far = group.owner not in self.own
                     mine.append(Held(stage, group.owner, shared[group.number], group, far))
@@ -117,9 +137,14 @@ class Weights:
             if op is not Op.I:
                 self._release(stage, microbatch)
 
+    def ready(self, stage: int) -> None:
+        """Outside of a run the newest weights are in place."""
+
     @contextmanager
     def updating(self, stage: int) -> Iterator[None]:
         """Around a stage's update, which makes a new version of what it owns."""
+        for notify in self.observers.update_begins:
+            notify(stage)
         mine = [held for held in self.held[stage] if held.owner == stage]
         for held in mine:
             held.versions.show_newest()
@@ -132,7 +157,9 @@ class Weights:
             self._arrive(held, held.versions.data[held.versions.shown])
             held.seen = held.versions.newest
             if held.group is not None:
-                self.mail.spread(held.group)
+                self.ties.send_weights(held.group)
+        for notify in self.observers.update_ends:
+            notify(stage)
 
     @property
     def bytes(self) -> dict[int, int]:
@@ -221,7 +248,7 @@ class Weights:
             self._leave(held, held.versions.data[held.versions.shown])
             held.versions.advance(FOREVER if self.newest else self._oldest(held))
             after = held.versions.data[held.versions.shown]
-            torch._foreach_copy_(after, self.mail.heard(held.group, held.stage))
+            torch._foreach_copy_(after, self.ties.receive_weights(held.group, held.stage))
             self._arrive(held, after)
 
     def _leave(self, held: Held, before: list[Tensor]) -> None:

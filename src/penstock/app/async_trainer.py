@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.app.rounds import Rounds
-from penstock.engine.stream import InlineStream, WorkerStream
+from penstock.app.async_updates import StageUpdates
+from penstock.app.loop_status import LoopStatus
+from penstock.core.action import Op
+from penstock.core.endless import Endless, Row
+from penstock.engine.executor import Executor
+from penstock.engine.measure.clock import Clock
+from penstock.engine.weights.select import VersionedWeights
 from penstock.errors import InputError, LeftAlone
 from penstock.model.loss import Total
 from penstock.model.seeding import random_states_kept
@@ -33,13 +38,23 @@ Batch = list[Job]
 KEEP = 512  # mini-batches of the longest run whose times are kept whole
 
 
-class Stream:
+class AsyncTrainer:
     """The mini-batches in flight between one drain and the next, and those that have just come out."""
 
-    def __init__(self, pipe: Pipeline, engine: InlineStream | WorkerStream, rounds: Rounds, first: int) -> None:
-        self.pipe, self.engine, self.rounds = pipe, engine, rounds
+    def __init__(
+        self,
+        pipe: Pipeline,
+        executor: Executor,
+        weights: VersionedWeights,
+        updates: StageUpdates,
+        status: LoopStatus,
+        clock: Clock | None,
+        first: int,
+    ) -> None:
+        self.pipe, self.executor, self.weights, self.updates = pipe, executor, weights, updates
+        self.status, self.clock = status, clock
         self.first = first  # mini-batches that are trained one by one, with a flush: PipeMare's T3
-        self.endless = engine.endless
+        self.endless: Endless = weights.endless
         self.passes = 0
         self.batches: dict[int, Batch] = {}  # in flight, by their number in the run
         self.fed = 0
@@ -47,7 +62,7 @@ class Stream:
         self.flowing = self.draining = False
         self.before: list[torch.Tensor | None] = []
         self.watching = watching()
-        self.turn: object = None  # whose loop is under way
+        self.loop: object = None  # whose loop is under way
         self.late: BaseException | None = None  # what went wrong when a loop was left, for whoever asks next
         self.norms: dict[int, float] = {}  # of all gradients, as far as they were agreed on in the last drain
 
@@ -55,17 +70,17 @@ class Stream:
         """One record a mini-batch, in order, until there is no more, or the pipeline goes on by another schedule."""
         self.drain()
         self.finished.clear()
-        mine = self.turn = object()
+        loop = self.loop = object()
         try:
-            while self.pipe.stream is self and self._goes_on(batches):
-                yield from self._out(mine)
+            while self.pipe.async_trainer is self and self._goes_on(batches):
+                yield from self._out(loop)
             self.drain()
-            yield from self._out(mine)
+            yield from self._out(loop)
         except GeneratorExit:
             if sys.is_finalizing():  # a loop that was never left: the script is over, and torch is being taken down
                 raise
             try:
-                self._leave(mine)
+                self._leave(loop)
             except LeftAlone as error:  # what threw this rank out of its loop comes first
                 error.__suppress_context__ = True  # which is Python's own way of leaving
                 self.late = error
@@ -75,7 +90,7 @@ class Stream:
             raise
         except BaseException:
             if self.pipe.crew.alone:  # other ranks may not know of it: they hear of it, and end
-                self._leave(mine)
+                self._leave(loop)
             raise
 
     def step(self, inputs: Any, target: Any) -> Step:
@@ -92,11 +107,11 @@ class Stream:
         if not self.flowing:
             return
         with self._guarded():
-            with self.engine.leaving(self.fed):
+            with self.status.leaving(self.fed):
                 self._require_same_end()
-            self.engine.weights.total = self.fed * self.endless.shape.microbatches
+            self.weights.total = self.fed * self.endless.shape.microbatches
             self.draining = True
-            self.engine.run([self.endless.rest(slot, self.passes, self.fed) for slot in self.engine.slots])
+            self.executor.run([self.endless.rest(slot, self.passes, self.fed) for slot in self.executor.slots])
             self._meet()
         self._clocked()
         self._finish(self.fed)
@@ -104,7 +119,7 @@ class Stream:
 
     def _goes_on(self, batches: Iterator[tuple[Any, Any]]) -> bool:
         """Train until the next record; False when there is no more."""
-        if self.pipe.index < self.rounds.since + self.first:
+        if self.pipe.index < self.updates.since + self.first:
             batch = next(batches, None)
             if batch is not None:
                 self._alone(*batch)
@@ -116,33 +131,34 @@ class Stream:
 
     def _alone(self, inputs: Any, target: Any) -> None:
         self._take(inputs, target)
-        self.rounds.alone()
+        self.updates.alone()
         self.drain()
         norm = self.norms.get(0)
         done = replace(self.finished.pop(), updated=norm is None or isfinite(norm), gradient_norm=norm)
         self.finished.append(done)
 
-    def _leave(self, mine: object) -> None:
-        if self.turn is mine:
-            self.turn = None
+    def _leave(self, loop: object) -> None:
+        if self.loop is loop:
+            self.loop = None
             self.drain()
 
     def _caught_up(self, error: BaseException) -> bool:
         """Whether all stages have come to one version: that of the mini-batches before the one that failed."""
-        assert isinstance(self.engine, InlineStream)
-        number, left = self.engine.unfinished()
-        weights = self.engine.weights
+        failed, left = self.executor.remaining()
+        if failed is None:
+            return False
+        number, weights = self._mini_batch_of(failed), self.weights
         if not isinstance(error, Exception) or any(held.versions.newest > number for held in weights.every()):
             return False
         if not self.draining:
-            for slot, mine in enumerate(left):
-                mine += self.endless.rest(slot, self.passes + 1, self.fed)
+            for slot, rows in enumerate(left):
+                rows += self.endless.rest(slot, self.passes + 1, self.fed)
         weights.total = number * self.endless.shape.microbatches
-        rows = [[row for row in mine if self.engine.mini_batch(row) < number] for mine in left]
+        earlier = [[row for row in rows if self._mini_batch_of(row) < number] for rows in left]
         try:
             with torch.enable_grad(), random_states_kept(self.pipe.device), self.pipe.norms, self.pipe.busy():
-                self.engine.run(rows)
-                self.rounds.forget_after(number)
+                self.executor.run(earlier)
+                self.updates.forget_after(number)
                 self._meet()
         except Exception:  # another one, of a mini-batch before: the first tells the user what is wrong
             return False
@@ -161,14 +177,15 @@ class Stream:
                 )
 
     def _clocked(self) -> None:
-        for slot, clock in zip(self.engine.slots, self.engine.clocks, strict=False):
-            rows = len(self.endless.rest(slot, 0, self.fed)) if self.fed <= KEEP else -1
-            clock.finish(self.fed, rows)
+        if self.clock is not None:
+            whole = self.fed <= KEEP
+            rows = sum(len(self.endless.rest(slot, 0, self.fed)) for slot in self.executor.slots) if whole else -1
+            self.clock.finish(self.fed, rows)
 
-    def _out(self, mine: object) -> Iterator[Step]:
+    def _out(self, loop: object) -> Iterator[Step]:
         while self.finished:
             yield self.finished.popleft()
-            if self.turn is not mine:
+            if self.loop is not loop:
                 raise InputError(
                     "one loop over pipe.train at a time",
                     "another that was begun inside it",
@@ -196,15 +213,15 @@ class Stream:
             self._start()
         self.batches[self.fed] = jobs
         self.fed += 1
-        self.engine.took_in(self.fed)
-        self.engine.take(jobs)
+        self.status.took_in(self.fed)
+        self.executor.stages.add(jobs)
 
     def _one_pass(self) -> None:
-        rows = [self.endless.one(slot, self.passes) for slot in self.engine.slots]
+        rows = [self.endless.one(slot, self.passes) for slot in self.executor.slots]
         if self.passes == 0:
-            rows = [self.endless.fill(slot) + more for slot, more in zip(self.engine.slots, rows, strict=True)]
+            rows = [self.endless.fill(slot) + more for slot, more in zip(self.executor.slots, rows, strict=True)]
         with self._guarded():
-            self.engine.run(rows)
+            self.executor.run(rows)
         self.passes += 1
         self._finish(self.passes * self.endless.loop.period)
 
@@ -215,10 +232,10 @@ class Stream:
         for number in sorted(self.batches):
             if number < until:
                 jobs = self.batches.pop(number)
-                found = Total(sum(job.words.total for job in jobs), sum(job.words.weight for job in jobs))
+                loss = Total(sum(job.words.total for job in jobs), sum(job.words.weight for job in jobs))
                 self.pipe.norms.move_by(jobs[0].step)
-                self.engine.forget(jobs)
-                self.finished.append(Step(self.pipe.index, found.mean))
+                self.executor.stages.remove(jobs)
+                self.finished.append(Step(self.pipe.index, loss.mean))
                 self.pipe.index += 1
 
     def _start(self) -> None:
@@ -229,8 +246,11 @@ class Stream:
         self.kept = pipe.buffers.save()
         self.flowing, self.draining, self.passes, self.fed = True, False, 0, 0
         self.watching.__enter__()  # once for all passes: entering it takes as long as a small stage
-        self.rounds.begin()
-        self.engine.begin()
+        self.updates.begin()
+        self.executor.begin([])
+        self.weights.begin()
+        if self.clock is not None:
+            self.clock.forget()
 
     def _stop(self) -> None:
         if self.flowing:
@@ -244,14 +264,14 @@ class Stream:
         """What only one stage knows, at the end of a run, to all."""
         crew, optimizers = self.pipe.crew, self.pipe.optimizers
         self.norms = {}
-        if self.rounds.agreeing:
-            norms = crew.told([*self.rounds.norms.items()], crew.placement[0])
-            self.norms = {int(turn): norm for turn, norm in norms}
-            self.rounds.settle(self.engine.acting.stages, self.norms)
-        self.engine.weights.end()
+        if self.updates.agreeing:
+            norms = crew.told([*self.updates.norms.items()], crew.placement[0])
+            self.norms = {int(mini_batch): norm for mini_batch, norm in norms}
+            self.updates.settle(self.executor.stages.stages, self.norms)
+        self.weights.end()
         if optimizers.fp16:
-            mine = json.dumps([*self.rounds.overflows.values()]).encode()
-            self.rounds.rescale(scale for part in crew.world.gather(mine) for scale in json.loads(part))
+            overflows = json.dumps([*self.updates.overflows.values()]).encode()
+            self.updates.rescale(scale for part in crew.world.gather(overflows) for scale in json.loads(part))
             optimizers.scale, optimizers.good = crew.tell([optimizers.scale, optimizers.good])
 
     @contextmanager
@@ -264,14 +284,19 @@ class Stream:
             self._give_up(error)
             raise
 
+    def _mini_batch_of(self, row: Row) -> int:
+        """Return whose row it is; an update makes the version behind its mini-batch's."""
+        return row.version - 1 if row.op > Op.RECV_B else row.microbatch // self.endless.shape.microbatches
+
     def _give_up(self, error: BaseException) -> None:
         """Where no stage has an update yet, all is as it was; else all stages get those of the mini-batches before the
         one that failed. If that cannot be, some have an update that others lack."""
-        moved = any(held.versions.newest for held in self.engine.weights.every())
+        moved = any(held.versions.newest for held in self.weights.every())
         if not self.pipe.crew.alone or (moved and not self._caught_up(error)):
             self.pipe.health.break_off(error, moved)
         if not moved:
             self.pipe.buffers.restore(self.kept)
-        self.engine.drop()
+        self.executor.drop()
+        self.weights.begin()
         self._stop()
-        self.turn = None
+        self.loop = None

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-MARK = "5"  # what the kernel wants to read there to set the mark back
+CLEAR_PEAK = "5"  # what the kernel wants to read there to set the mark back
 
 _before = 0  # the mark when it was last set back
 
@@ -31,7 +31,7 @@ def highest() -> int:
     return max(_status("VmHWM"), _before)
 
 
-class Mark:
+class PeakMemory:
     """What a rank had when it began to train, and at most since: on its device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class Mark:
             return
         _before = highest()
         with suppress(OSError):
-            CLEAR.write_text(MARK)
+            CLEAR.write_text(CLEAR_PEAK)
 
     def added(self) -> int:
         """The most bytes since the restart, over those at the begin."""

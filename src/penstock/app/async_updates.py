@@ -1,6 +1,6 @@
-"""Updates of one stage at a time, in training without a flush.
+"""Updates of asynchronous training: one stage at a time, without a flush.
 
-A round is a mini-batch's gradients on one stage; it makes one version. Under pipedream and pipemare a stage updates at
+The gradients of one mini-batch on one stage make one version. Under pipedream and pipemare a stage updates at
 once, so clipping and the check for infinities see its own gradients alone: the last stage updates before the first has
 its gradient. Under 2bw the version is first used two mini-batches later, so there is time to agree: squares of the
 gradients go up with the backward, the norm of all comes down with the forward that first uses the version.
@@ -9,32 +9,33 @@ gradients go up with the backward, the norm of all comes down with the forward t
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
+from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.app.advance import advance, update
 from penstock.app.gradients import Gradients, gradient_fault, rate_fault, refusal, values_of
-from penstock.app.optimize import GROW_AFTER, Optimizers, require_scale
+from penstock.app.optimize import Optimizers, require_scale
 from penstock.core.shape import Law
-from penstock.engine.tie_groups import TieMail
-from penstock.engine.weights import Weights
-from penstock.model.loss import Total
+from penstock.engine.weights.select import VersionedWeights
+from penstock.engine.weights.ties import TiedWeights
+from penstock.model.loss import Loss, Total
 from penstock.model.stage import Job, Stage
 
-KEPT = 4  # norms of rounds before: all that stages behind the first may still wait for, where a run is broken off
+KEPT = 4  # norms of mini-batches before: all that stages behind the first may still wait for, where a run is broken off
 Rate = Callable[[int, int], float]  # of a stage, at an update: what its learning rate is multiplied with
 
 
 @dataclass
-class Round:
+class StageGradients:
     """The gradients of one mini-batch on one stage, divided, and what they came from."""
 
-    number: int
+    mini_batch: int
     step: int
     gradients: Gradients
     loss: float
@@ -43,20 +44,21 @@ class Round:
 
 
 @dataclass(eq=False)
-class Rounds:
-    """What the optimizers of the stages here do, round by round."""
+class StageUpdates:
+    """Updates each stage here when its gradients of a mini-batch are there, or have been agreed upon."""
 
     optimizers: Optimizers
-    weights: Weights
-    mail: TieMail
+    weights: VersionedWeights
+    ties: TiedWeights
     last: int  # stage
     rate: Rate | None = None
     since: int = 0  # mini-batches of the training before this schedule: T1 and T3 count from there
-    waiting: dict[tuple[int, int], Round] = field(default_factory=dict)  # by stage and version
-    norms: dict[int, float] = field(default_factory=dict)  # of all gradients, by round: the first stage knows
+    waiting: dict[tuple[int, int], StageGradients] = field(default_factory=dict)  # by stage and version
+    norms: dict[int, float] = field(default_factory=dict)  # of all gradients, by mini-batch: the first stage knows
     overflows: dict[int, float] = field(default_factory=dict)  # scales, by stage
-    open: dict[int, int] = field(default_factory=dict)  # by stage: the round whose gradients `.grad` holds
-    aside: dict[tuple[int, int], tuple[Gradients, Gradients]] = field(default_factory=dict)  # of other rounds begun
+    open: dict[int, int] = field(default_factory=dict)  # by stage: the mini-batch whose gradients `.grad` holds
+    aside: dict[tuple[int, int], tuple[Gradients, Gradients]] = field(default_factory=dict)  # of others that have begun
+    micro_batches: Counter[tuple[int, int]] = field(default_factory=Counter)  # done, by stage and mini-batch
 
     def __post_init__(self) -> None:
         self.measured = self.optimizers.clip is not None or self.optimizers.fp16
@@ -65,6 +67,8 @@ class Rounds:
     def begin(self) -> None:
         """A new run."""
         self.waiting, self.norms, self.overflows, self.open, self.aside = {}, {}, {}, {}, {}
+        self.micro_batches.clear()
+        self.ties.forget()
         self.agreeing = self.measured and self.weights.endless.shape.law is Law.TWO_BW
         self.level = False
 
@@ -72,8 +76,8 @@ class Rounds:
         """The run is one mini-batch, trained as synchronous training does: one norm for all, and no remedy."""
         self.agreeing, self.level, self.weights.level = self.measured, True, True
 
-    def before(self, stage: Stage, job: Job, version: int) -> None:
-        """A forward is about to run: what waits for its version is done now."""
+    def before_forward(self, stage: Stage, job: Job, version: int) -> None:
+        """Make the update that a forward's version waits for."""
         words, first = job.words, job.part == 0
         if stage.index == 0 and first:
             words.agreed = self.norms.get(version - 1, words.agreed)
@@ -88,10 +92,19 @@ class Rounds:
             words.scale = self.optimizers.scale
             job.root = words.scale / job.batch_rows
 
-    def gather(self, stage: Stage, job: Job) -> None:
-        """Gradients are about to be made. Where weight gradients run late, a round begins before another has closed;
-        what is not had late (of a norm, say) must not get into that."""
-        number, begun = self._round(job), self.open.get(stage.index)
+    def after_forward(self, stage: Stage, job: Job, result: Any) -> None:
+        """Note the loss, which travels up with the backward."""
+        if not (stage.last and job.rows):
+            return
+        assert isinstance(result, Loss)
+        job.words.total, job.words.weight = result.total, float(result.weight)
+        if job.words.weight:  # a micro-batch may have nothing to score; the mini-batch is looked at when it is over
+            Total(job.words.total, job.words.weight).require_usable()
+
+    def before_backward(self, stage: Stage, job: Job) -> None:
+        """Have `.grad` hold the gradients of this mini-batch alone. Where weight gradients run late, one begins before
+        another is complete."""
+        number, begun = self._mini_batch(job), self.open.get(stage.index)
         if begun == number:
             return
         owned = self.optimizers.owned[stage.index]
@@ -102,38 +115,46 @@ class Rounds:
             parameter.grad = gradients.get(parameter)
         self.open[stage.index] = number
 
-    def close(self, stage: Stage, job: Job) -> None:
-        """All gradients of a round are there."""
-        number = self._round(job)
+    def after_backward(self, stage: Stage, job: Job) -> None:
+        """Count a micro-batch's gradients; the last of a mini-batch complete them."""
+        place = (stage.index, self._mini_batch(job))
+        self.micro_batches[place] += 1
+        if self.micro_batches[place] == self.weights.endless.shape.microbatches:
+            del self.micro_batches[place]
+            self._complete(stage, job)
+
+    def _complete(self, stage: Stage, job: Job) -> None:
+        """Divide the gradients of a mini-batch, and have them wait for their update."""
+        number = self._mini_batch(job)
         del self.open[stage.index]
-        found = _total(job.mates)
-        self.mail.give(stage, number)
+        loss = _total(job.mates)
+        self.ties.send_gradients(stage, number, dense=True)
         gradients = {
             p: p.grad for p in self.optimizers.owned[stage.index] if p.grad is not None and p not in stage.parts
         }
         for parameter in gradients:
             parameter.grad = None
-        gradients |= self.mail.take(stage, number)
-        rest = found.weight * job.words.scale / job.batch_rows
-        if gradients and rest != 1:
-            torch._foreach_div_(list(gradients.values()), rest)
-        mine = Round(number, job.step, gradients, found.mean, job.words.scale)
+        gradients |= self.ties.collect_gradients(stage, number, dense=True)
+        weight = loss.weight * job.words.scale / job.batch_rows
+        if gradients and weight != 1:
+            torch._foreach_div_(list(gradients.values()), weight)
+        complete = StageGradients(number, job.step, gradients, loss.mean, job.words.scale)
         if self.measured:
-            mine.squares = _squares(gradients)
-            job.words.squares += mine.squares
+            complete.squares = _squares(gradients)
+            job.words.squares += complete.squares
             if self.agreeing and stage.index == 0:
                 self.norms[number] = sqrt(job.words.squares)
-        self.waiting[stage.index, number + 1] = mine
+        self.waiting[stage.index, number + 1] = complete
 
     def update(self, stage: Stage, version: int) -> None:
         """The schedule wants a version: made now, or when its norm has been agreed on."""
         if not self.agreeing:
-            mine = self.waiting.pop((stage.index, version))
-            self._apply(stage, mine, sqrt(mine.squares))
+            complete = self.waiting.pop((stage.index, version))
+            self._apply(stage, complete, sqrt(complete.squares))
 
     def forget_after(self, number: int) -> None:
-        """The run ends before that round, of which some stages have gradients already."""
-        self.waiting = {place: mine for place, mine in self.waiting.items() if mine.number < number}
+        """The run ends before that mini-batch, of which some stages have gradients already."""
+        self.waiting = {place: one for place, one in self.waiting.items() if one.mini_batch < number}
 
     def rescale(self, overflows: Iterable[float]) -> None:
         """After a drain: overflows of which no forward came to tell, of all stages."""
@@ -142,46 +163,29 @@ class Rounds:
 
     def settle(self, stages: dict[int, Stage], norms: dict[int, float]) -> None:
         """After a drain: what no forward came to ask for, with the norms that the first stage knows."""
-        for (stage, version), mine in sorted(self.waiting.items(), key=lambda item: item[0][1]):
-            self._apply(stages[stage], mine, norms[version - 1])
+        for (stage, version), complete in sorted(self.waiting.items(), key=lambda item: item[0][1]):
+            self._apply(stages[stage], complete, norms[version - 1])
         self.waiting, self.norms = {}, {}
 
-    def _round(self, job: Job) -> int:
+    def _mini_batch(self, job: Job) -> int:
         return job.number // self.weights.endless.shape.microbatches
 
-    def _apply(self, stage: Stage, mine: Round, norm: float) -> None:
+    def _apply(self, stage: Stage, complete: StageGradients, norm: float) -> None:
         usable = not self.measured or isfinite(norm)
         if not usable:
-            self._refused(stage, mine, norm)
-        elif self.optimizers.clip is not None and mine.gradients:
-            every = [values_of(mine.gradients, parameter) for parameter in mine.gradients]
-            torch._foreach_mul_(every, min(1.0, self.optimizers.clip / (norm + 1e-6)))
+            self._refuse_or_shrink(stage, complete, norm)
+        elif self.optimizers.clip is not None and complete.gradients:
+            values = [values_of(complete.gradients, parameter) for parameter in complete.gradients]
+            torch._foreach_mul_(values, min(1.0, self.optimizers.clip / (norm + 1e-6)))
         if usable:
-            self._require_finite(stage, mine)
-        with self._rated(stage.index, mine.step), self.weights.updating(stage.index):
+            self._require_finite(stage, complete)
+        with self._rated(stage.index, complete.step), self.weights.updating(stage.index):
             if usable:
-                self._step(stage.index, mine)
-        scheduler = self.optimizers.by_stage.get(stage.index) if usable else None
-        if scheduler is not None:
-            advance(scheduler, mine.loss)
+                self.optimizers.step(stage.index, complete.gradients)
+        if usable:
+            self.optimizers.advance(stage.index, complete.loss)
         if usable and self.optimizers.fp16 and stage.index == self.last:
-            self.optimizers.good += 1
-            if self.optimizers.good % GROW_AFTER == 0:
-                self.optimizers.scale *= 2
-
-    def _step(self, stage: int, mine: Round) -> None:
-        optimizer = self.optimizers.optimizers.get(stage)
-        if optimizer is None:
-            return
-        owned = self.optimizers.owned[stage]
-        later = [parameter.grad for parameter in owned]  # of a round that has begun already
-        for parameter in owned:
-            parameter.grad = mine.gradients.get(parameter)
-        try:
-            update(optimizer)
-        finally:
-            for parameter, gradient in zip(owned, later, strict=True):
-                parameter.grad = gradient
+            self.optimizers.grow()
 
     @contextmanager
     def _rated(self, stage: int, step: int) -> Iterator[None]:
@@ -201,28 +205,28 @@ class Rounds:
             for group, rate in zip(optimizer.param_groups, before, strict=True):
                 group["lr"] = rate
 
-    def _refused(self, stage: Stage, mine: Round, norm: float) -> None:
+    def _refuse_or_shrink(self, stage: Stage, complete: StageGradients, norm: float) -> None:
         if not self.optimizers.fp16:
-            raise refusal([gradient_fault(mine.gradients, self.optimizers.names, stage.index)], mine.step, norm)
-        require_scale(mine.scale, mine.step)
+            raise refusal([gradient_fault(complete.gradients, self.optimizers.names, stage.index)], complete.step, norm)
+        require_scale(complete.scale, complete.step)
         if not self.agreeing:
-            self.overflows[stage.index] = _least(mine.scale, self.overflows.get(stage.index, 0.0))
+            self.overflows[stage.index] = _least(complete.scale, self.overflows.get(stage.index, 0.0))
         elif stage.index == self.last:
-            self._heard(mine.scale)
+            self._heard(complete.scale)
 
-    def _require_finite(self, stage: Stage, mine: Round) -> None:
+    def _require_finite(self, stage: Stage, complete: StageGradients) -> None:
         """Before anything of the update is applied. Other stages may have made theirs: nobody flushes here."""
         optimizer = self.optimizers.optimizers.get(stage.index)
         fault = {} if optimizer is None else rate_fault(optimizer, stage.index)
         if not fault and not self.measured:
-            fault = gradient_fault(mine.gradients, self.optimizers.names, stage.index)
+            fault = gradient_fault(complete.gradients, self.optimizers.names, stage.index)
         if fault:
-            raise refusal([fault], mine.step)
+            raise refusal([fault], complete.step)
 
     def _heard(self, scale: float) -> None:
         """Gradients have overflowed under a scale. If it has come down since, nobody knows yet of the lower one."""
         if 0 < scale <= self.optimizers.scale:
-            self.optimizers.scale, self.optimizers.good = self.optimizers.scale / 2, 0
+            self.optimizers.shrink()
 
 
 def _least(one: float, other: float) -> float:
@@ -236,6 +240,6 @@ def _squares(gradients: dict[nn.Parameter, torch.Tensor]) -> float:
 
 
 def _total(jobs: Sequence[Job]) -> Total:
-    found = Total(sum(job.words.total for job in jobs), sum(job.words.weight for job in jobs))
-    found.require_usable()
-    return found
+    total = Total(sum(job.words.total for job in jobs), sum(job.words.weight for job in jobs))
+    total.require_usable()
+    return total

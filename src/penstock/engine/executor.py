@@ -1,0 +1,218 @@
+"""The one executor: it takes the rows of a schedule one after the other and hands each to the handler for its op.
+
+One process runs all slots, each as far as it can go before it needs what another has not made yet: deterministic, and a
+breakpoint stops where you think it does. Or each process runs its own slot, with real transfers. A synchronous
+mini-batch is a list of rows that ends in updates; asynchronous training is a fill, pass after pass, and a drain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+from penstock.core.action import Op
+from penstock.core.endless import Row
+from penstock.engine.observer import Observer, Observers
+from penstock.engine.stage_executor import StageExecutor
+from penstock.engine.transfers import Transfers
+from penstock.engine.watch.watch import Watch
+from penstock.errors import InputError
+from penstock.model.loss import Total
+from penstock.model.stage import Job, Stage
+
+NOT_BUILT = {Op.REDUCE: "replicated stages", Op.UNSHARD: "sharded weights", Op.RESHARD: "sharded weights"}
+Handler = Callable[[Row], bool | None]
+
+
+class Updates(Protocol):
+    """Turns the gradients of stages into updates, at the rows that say so."""
+
+    def before_forward(self, stage: Stage, job: Job, version: int) -> None:
+        """A forward is about to run."""
+
+    def after_forward(self, stage: Stage, job: Job, result: Any) -> None:
+        """A forward has run; `result` is the last stage's."""
+
+    def before_backward(self, stage: Stage, job: Job) -> None:
+        """Gradients are about to be made."""
+
+    def after_backward(self, stage: Stage, job: Job) -> None:
+        """All gradients of a micro-batch are there; nothing of that backward has been sent on yet."""
+
+    def update(self, stage: Stage, version: int) -> None:
+        """Make a version of a stage's weights."""
+
+
+class WeightSelection(Protocol):
+    """Decides which weights an action sees."""
+
+    def at(self, op: Op, stage: int, microbatch: int, version: int) -> AbstractContextManager[None]:
+        """Return the context in which the stage has the weights that the action names."""
+
+    def ready(self, stage: int) -> None:
+        """Have the newest weights of a stage where a forward outside of training needs them."""
+
+
+class Executor:
+    """Runs rows of the slots of one process. `guard` is entered around rows, and told of what fails in them."""
+
+    def __init__(
+        self,
+        slots: tuple[int, ...],
+        stages: StageExecutor,
+        transfers: Transfers,
+        weights: WeightSelection,
+        updates: Updates,
+        observers: Observers,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.slots, self.stages, self.transfers = slots, stages, transfers
+        self.weights, self.updates, self.observers, self.guard = weights, updates, observers, guard
+        self.rows: list[list[Row]] = []  # by slot of this process
+        self.next: list[int] = []  # by slot, the row that comes next
+        self.current = 0  # the slot that runs
+        self.handlers: dict[Op, Handler] = dict.fromkeys((Op.F, Op.B, Op.I, Op.W, Op.FB), self._compute)
+        self.handlers |= {Op.SEND_F: transfers.send, Op.SEND_B: transfers.send}
+        self.handlers |= {Op.RECV_F: transfers.receive, Op.RECV_B: transfers.receive}
+        self.handlers |= {Op.UPDATE: self._update, **dict.fromkeys(NOT_BUILT, _refuse)}
+
+    def begin(self, jobs: list[Job]) -> None:
+        """Begin a run, with some micro-batches or none as yet; messages of other runs are not mixed up with its own."""
+        self.stages.begin(jobs)
+        self.transfers.begin()
+
+    def run(self, rows: list[list[Row]]) -> None:
+        """Run some rows of every slot here: each slot as far as it can go, in turn."""
+        self.rows, self.next = rows, [0] * len(rows)
+        with self.guard(), self._interruptions_told():
+            advanced = True
+            while advanced:
+                advanced = False
+                for self.current in range(len(rows)):
+                    advanced |= self._advance(self.current)
+        if any(at < len(slot) for at, slot in zip(self.next, rows, strict=True)):
+            raise RuntimeError("rows that wait for each other: a schedule that was not proven")
+
+    def remaining(self) -> tuple[Row | None, list[list[Row]]]:
+        """After a failure: the row that failed, if one has, and all rows that have not run, by slot."""
+        waiting = self.rows[self.current][self.next[self.current] :]
+        return waiting[0] if waiting else None, [slot[at:] for at, slot in zip(self.next, self.rows, strict=True)]
+
+    def loss(self) -> Total:
+        """Return the loss of the mini-batch, wherever its last stage has run."""
+        return self.stages.total(self.transfers)
+
+    def forward(self, jobs: list[Job]) -> list[Any]:
+        """Run forwards alone; returns results on the process that has the last stage, else None for each."""
+        self.begin(jobs)
+        with self.guard(), self.stages.watched():
+            for row in _forward_rows(jobs, self.stages.stages):
+                if row.op is Op.F:
+                    self.weights.ready(row.stage)
+                    self.stages.run(row.op, row.stage, row.microbatch)
+                else:
+                    self.handlers[row.op](row)
+        return self.stages.ordered_results
+
+    def drop(self) -> None:
+        """Forget what an interrupted run has left behind."""
+        self.stages.drop()
+
+    def close(self) -> None:
+        """Let go of what others wait for; every rank has to call."""
+        self.transfers.close()
+
+    @contextmanager
+    def _interruptions_told(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for notify in self.observers.interrupted:
+                notify()
+            raise
+
+    def _advance(self, current: int) -> bool:
+        """Run a slot until it ends or has to wait for another one here; returns whether any row has run."""
+        slot, first, handlers = self.rows[current], self.next[current], self.handlers
+        if first == len(slot):
+            return False
+        observers = self.observers
+        for notify in observers.begin:
+            notify(self.slots[current])
+        while self.next[current] < len(slot):
+            row = slot[self.next[current]]
+            for notify in observers.before:
+                notify(row)
+            if handlers[row.op](row) is False:
+                break
+            self.next[current] += 1
+            for notify in observers.after:
+                notify(row)
+        return self.next[current] > first
+
+    def _compute(self, row: Row) -> None:
+        op, at, microbatch, version, _ = row
+        job, stage, observers = self.stages.jobs[microbatch], self.stages.stages[at], self.observers
+        forward = op in (Op.F, Op.FB)
+        if forward:
+            self.updates.before_forward(stage, job, version)
+        else:
+            self.updates.before_backward(stage, job)
+        with self.weights.at(op, at, microbatch, version):
+            for notify in observers.stage_begins:
+                notify(row)
+            self.stages.run(op, at, microbatch)
+            for notify in observers.stage_ends:
+                notify(row)
+        if forward:
+            self.updates.after_forward(stage, job, self.stages.results.get(microbatch))
+        elif op is not Op.I:
+            self.updates.after_backward(stage, job)
+
+    def _update(self, row: Row) -> None:
+        self.updates.update(self.stages.stages[row.stage], row.version)
+
+
+def _refuse(row: Row) -> None:
+    raise InputError(
+        "a schedule whose stages have one replica, each with all its weights",
+        f"the row {row.stage} {row.op.name}, of {NOT_BUILT[row.op]}",
+        "use one replica a stage",
+    )
+
+
+def _forward_rows(jobs: list[Job], here: dict[int, Stage]) -> Iterator[Row]:
+    """Yield the rows of forwards alone: what a stage reads, the forward, what others read. Where all stages are here,
+    one micro-batch after the other; else one stage after the other, so that other ranks go on meanwhile."""
+    last = len(jobs[0].path.routes) - 1 if jobs else 0
+    whole = len(here) == last + 1
+    places = [(at, job) for job in jobs for at in here] if whole else [(at, job) for at in here for job in jobs]
+    for at, job in places:
+        for source in sorted({*job.path.incoming[at].values(), max(at - 1, 0)} - {*here}):
+            yield Row(Op.RECV_F, at, job.number, 0, source)
+        yield Row(Op.F, at, job.number, 0, -1)
+        for target in sorted({*job.path.routes[at], min(at + 1, last)} - {*here}):
+            yield Row(Op.SEND_F, at, job.number, 0, target)
+
+
+class StatusObserver(Observer):
+    """Notes what comes next on the status page that other ranks see."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.doing = watch.doing
+
+    def before(self, row: Row) -> None:
+        self.doing(row)
+
+
+@contextmanager
+def failures_told(watch: Watch) -> Iterator[None]:
+    """Guard rows of one rank: a failure is told to the other ranks before it goes up."""
+    try:
+        yield
+    except BaseException as error:
+        watch.failed(error)
+        raise
+    finally:
+        watch.outside()

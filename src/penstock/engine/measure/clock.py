@@ -1,0 +1,71 @@
+"""When each row began and ended: one reading between two rows, the last runs kept whole."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.endless import Row
+from penstock.engine.observer import Observer
+
+KEEP = 32  # runs
+MOST = 1 << 18  # rows of a run without end that are kept
+
+Readings = npt.NDArray[np.int64]  # (begin or end, row)
+
+
+class TimedRun(NamedTuple):
+    """Begin and end of all rows of the slots of this process, slot after slot, and the mini-batches they trained."""
+
+    readings: Readings
+    batches: int
+
+
+class Clock(Observer):
+    """Readings of the slots of one process, in nanoseconds of its host's monotonic clock.
+
+    A run is a step of synchronous training, or all from the fill to the drain of asynchronous training. What happens
+    between two calls of the executor, a user's own code, say, is no row's time.
+    """
+
+    def __init__(self, slots: tuple[int, ...], keep: int = KEEP, read: Callable[[], int] = perf_counter_ns) -> None:
+        self.slots, self.read = slots, read
+        self.runs: deque[TimedRun] = deque(maxlen=keep)
+        self.done = 0  # runs, those no longer kept included
+        self.forget()
+
+    def forget(self) -> None:
+        """A run begins; of one that failed nothing counts."""
+        self.starts: dict[int, list[int]] = {slot: [] for slot in self.slots}
+        self.ends: dict[int, list[int]] = {slot: [] for slot in self.slots}
+
+    def begin(self, slot: int) -> None:
+        self.start, self.end = self.starts[slot], self.ends[slot]
+        if len(self.end) > MOST:
+            del self.start[: -MOST // 2], self.end[: -MOST // 2]
+        self.now = self.read()
+
+    def after(self, row: Row) -> None:
+        self.start.append(self.now)
+        self.now = self.read()
+        self.end.append(self.now)
+
+    def finish(self, batches: int, rows: int | None = None) -> None:
+        """The run is over; it is not kept unless all of its `rows`, of all slots, are."""
+        self.done += 1
+        flat = [[reading for slot in self.slots for reading in times[slot]] for times in (self.starts, self.ends)]
+        if rows is None or len(flat[0]) == rows:
+            self.runs.append(TimedRun(np.array(flat, dtype=np.int64), batches))
+        else:
+            self.runs.clear()
+        self.forget()
+
+    @property
+    def first(self) -> int:
+        """The number of the first run that is kept."""
+        return self.done - len(self.runs)

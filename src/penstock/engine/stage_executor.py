@@ -1,0 +1,92 @@
+"""Compute actions on the stages of one process: take what a stage needs, run it, keep what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from penstock.core.action import Op
+from penstock.engine.activations import ActivationStore
+from penstock.model.loss import Total, total_of
+from penstock.model.stage import Job, Stage
+from penstock.model.walk import watching
+
+
+class Elsewhere(Protocol):
+    """Where the loss comes from when another process runs the last stage."""
+
+    def loss(self) -> Total:
+        """Return the loss of the mini-batch."""
+
+
+class StageExecutor:
+    """The stages of one process, their activation store, and the results of micro-batches by their numbers.
+
+    `is_split(stage, micro-batch)` says whether input and weight gradient are actions of their own.
+    """
+
+    def __init__(self, stages: Iterable[Stage], is_split: Callable[[int, int], bool]) -> None:
+        self.stages = {stage.index: stage for stage in stages}
+        self.is_split = is_split
+        self.begin([])
+
+    def begin(self, jobs: Iterable[Job]) -> None:
+        """Start a run over some micro-batches; nothing of an earlier run is kept."""
+        self.jobs = {job.number: job for job in jobs}
+        self.store = ActivationStore(self.stages)
+        self.results: dict[int, Any] = {}
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        """Take in the micro-batches of a mini-batch, in a run that goes on."""
+        for job in jobs:
+            self.jobs[job.number] = job
+
+    def remove(self, jobs: Iterable[Job]) -> None:
+        """Forget micro-batches that are done on all stages here."""
+        for job in jobs:
+            del self.jobs[job.number]
+            self.results.pop(job.number, None)
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Return `watching` for a run over these jobs, which takes as long as a small stage, where a stage needs it."""
+        walks = any(stage.split.walks(job.path, at) for job in self.jobs.values() for at, stage in self.stages.items())
+        return watching() if walks else nullcontext()
+
+    @property
+    def ordered_results(self) -> list[Any]:
+        """Results of all micro-batches with rows, in order; None where this process does not have the last stage."""
+        return [self.results.get(number) for number, job in self.jobs.items() if job.rows]
+
+    def total(self, elsewhere: Elsewhere) -> Total:
+        """Return the loss of the mini-batch: from its results here, or from the process that has them."""
+        results = self.ordered_results
+        return total_of(results) if results[0] is not None else elsewhere.loss()
+
+    def run(self, op: Op, stage: int, microbatch: int) -> None:
+        """Run one compute action. A micro-batch without rows has nothing to compute."""
+        job, runner = self.jobs[microbatch], self.stages[stage]
+        if not job.rows:
+            return
+        if op in (Op.F, Op.FB):
+            received = self.store.take_values(stage, microbatch)
+            outputs, result = runner.forward(job, received, self.is_split(stage, microbatch))
+            self.store.put_outputs(job, stage, outputs)
+            if result is not None:
+                self.results[microbatch] = result
+        elif op in (Op.B, Op.I):
+            gradients = runner.backward(job, self.store.take_gradients(stage, microbatch))
+            self.store.put_input_gradients(job, stage, gradients)
+        else:
+            runner.weight_gradient(job)
+
+    def drop(self) -> None:
+        """Forget what an interrupted run has left behind."""
+        self.begin([])
+        for stage in self.stages.values():
+            stage.drop()
+
+
+def never_split(stage: int, microbatch: int) -> bool:
+    """Answer for full backwards alone."""
+    return False

@@ -1,0 +1,160 @@
+"""What passes between stages when a row sends or receives: inside one process nothing but an order to be kept; between
+processes tensors, and the words that go along."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from penstock.core.action import Op
+from penstock.core.endless import Row
+from penstock.engine.lanes import Lanes
+from penstock.engine.passage_words import decode_passage, encode_passage, other_forward
+from penstock.engine.stage_executor import StageExecutor
+from penstock.engine.transport.lane import Key, LaneName, Message
+from penstock.errors import InputError
+from penstock.model.loss import Total
+from penstock.model.stage import Job, Values
+
+
+class Transfers(Protocol):
+    """Sends and receives of the slots of one process."""
+
+    def begin(self) -> None:
+        """Begin another run than before: the same on every rank."""
+
+    def send(self, row: Row) -> None:
+        """Send what the row names; never wait for it to be taken."""
+
+    def receive(self, row: Row) -> bool:
+        """Receive what the row names; False if it cannot be there before another slot of this process goes on."""
+
+    def loss(self) -> Total:
+        """Return the loss of a mini-batch whose last stage another process runs."""
+
+    def close(self) -> None:
+        """Let go of the lanes; every rank has to call."""
+
+
+class LocalTransfers:
+    """Between stages of one process: the activation store has everything, only the order of rows is kept."""
+
+    def __init__(self) -> None:
+        self.sent: set[tuple[bool, int, int, int]] = set()  # forward or not, stages from and to, and micro-batch
+
+    def begin(self) -> None:
+        self.sent.clear()
+
+    def send(self, row: Row) -> None:
+        self.sent.add((row.op is Op.SEND_F, row.stage, row.peer, row.microbatch))
+
+    def receive(self, row: Row) -> bool:
+        place = (row.op is Op.RECV_F, row.peer, row.stage, row.microbatch)
+        if place not in self.sent:
+            return False
+        self.sent.remove(place)
+        return True
+
+    def loss(self) -> Total:
+        raise AssertionError("one process has its own loss")
+
+    def close(self) -> None:
+        """Nothing is held here that others wait for."""
+
+
+class StageTransfers:
+    """Between processes, over lanes. `news`: whether losses, scales and norms go along with the tensors.
+
+    `last_backward`: by stage, the micro-batch whose backward is the last that goes to the stage before. The loss of a
+    whole mini-batch goes along with it, so that no collective is needed for it.
+    """
+
+    def __init__(
+        self,
+        stages: StageExecutor,
+        lanes: Lanes,
+        device: torch.device,
+        news: bool = False,
+        last_backward: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        self.stages, self.lanes, self.device, self.news = stages, lanes, device, news
+        self.last_backward, self._loss = last_backward, b""
+        self.on_host = device.type == "cpu"  # where all that comes lies already
+
+    def begin(self) -> None:
+        self.lanes.runs += 1
+        self._loss = b""  # an old one must never pass for that of this run
+
+    def send(self, row: Row) -> None:
+        stage, microbatch, peer = row.stage, row.microbatch, row.peer
+        job = self.stages.jobs[microbatch]
+        traced = job.path.trace.values
+        outgoing = self.stages.store.take_outgoing(stage, peer, microbatch)
+        named = {traced[value].key: tensor for value, tensor in outgoing.items()}
+        message = Message(named, self._encode(job, stage, peer), job.stamp)
+        self.lanes.senders[LaneName(stage, peer)].send(Key(self.lanes.runs, microbatch), message)
+
+    def receive(self, row: Row) -> bool:
+        stage, microbatch, peer = row.stage, row.microbatch, row.peer
+        message = self.lanes.receivers[LaneName(peer, stage)].receive(Key(self.lanes.runs, microbatch))
+        job, store = self.stages.jobs[microbatch], self.stages.store
+        if message.stamp != job.stamp:
+            raise InputError(
+                "the same batch on every rank",
+                f"another on the rank of stage {peer} than on that of stage {stage}",
+                "give every rank the same data (seed the loader alike), or give it on one rank with data='rank0'",
+            )
+        values = _numbered(job, stage, peer, message.values)
+        if not self.on_host:
+            values = {value: tensor.to(self.device) for value, tensor in values.items()}
+        self._decode(job, stage, peer, message.told)
+        if peer < stage:
+            store.put_values(stage, microbatch, values)
+        else:
+            store.put_gradients(stage, microbatch, peer, values)
+        return True
+
+    def loss(self) -> Total:
+        return Total.unpack(self._loss)
+
+    def close(self) -> None:
+        self.lanes.close()
+
+    def _encode(self, job: Job, stage: int, peer: int) -> bytes:
+        if peer == stage + 1:
+            words = encode_passage(job.passage, job.path.trace)
+            return job.words.down() + words if self.news else words
+        if peer == stage - 1 and self.news:
+            return job.words.up()
+        ends = peer == stage - 1 and self.last_backward.get(stage) == job.number
+        return self.stages.total(self).pack() if ends else b""
+
+    def _decode(self, job: Job, stage: int, peer: int, words: bytes) -> None:
+        if peer < stage:
+            if self.news and peer == stage - 1:
+                words = job.words.heard_down(words)
+            decode_passage(words, job.passage, job.path.trace)
+        elif peer == stage + 1 and self.news:
+            job.words.heard_up(words)
+        elif peer == stage + 1 and words:
+            self._loss = words
+
+
+def _numbered(job: Job, stage: int, peer: int, named: Values) -> Values:
+    """Return what another stage has sent, by this rank's own numbers of the values. It must be what this rank's forward
+    has the two exchange."""
+    path = job.path
+    numbers = path.crossing
+    try:
+        values = {numbers[name]: tensor for name, tensor in named.items()}
+    except KeyError:
+        unknown = sum(name not in numbers for name in named)
+        raise other_forward(f"{unknown} values from stage {peer} to {stage} that this one does not have") from None
+    expected = path.routes[peer].get(stage, ()) if peer < stage and job.rows else values
+    for value in expected:
+        if value not in values:
+            raise other_forward(f"nothing in place of {path.describe(value)}, from stage {peer} to {stage}")
+    return values

@@ -1,0 +1,142 @@
+"""Weights that several stages use: the first of the stages owns them, and weights with the same stages go together.
+
+Gradients are added on the owner's stage, stage by stage from the first to the last. A backward ends there, so when the
+owner has its own gradients of a mini-batch, those of the others are on their way or there. After an update the new
+weights go to the processes that have a copy, each version once and in order. Stages of one process share the weight
+itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.lanes import Lanes
+from penstock.engine.transport.lane import Key, LaneName, Message
+from penstock.model.stage import Stage
+
+GRADIENTS, WEIGHTS = 0, 1
+FIRST = -3  # numbers in place of a micro-batch's
+
+Parts = dict[int, Tensor]  # by the weight's place in its group
+
+
+@dataclass(frozen=True, eq=False)
+class TieGroup:
+    """Weights with the same stages; the first one owns them."""
+
+    number: int
+    stages: tuple[int, ...]
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def owner(self) -> int:
+        return self.stages[0]
+
+
+def tie_groups(ties: Iterable[tuple[nn.Parameter, tuple[int, ...]]]) -> list[TieGroup]:
+    """Return the groups of tied weights, the same in the same order on every rank."""
+    by_stages: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for parameter, stages in ties:
+        by_stages.setdefault(stages, []).append(parameter)
+    return [TieGroup(at, stages, tuple(by_stages[stages])) for at, stages in enumerate(sorted(by_stages))]
+
+
+class TiedWeights:
+    """What passes between the stages of a group, whether they live in this process or not."""
+
+    def __init__(self, groups: list[TieGroup], here: Container[int], lanes: Lanes | None) -> None:
+        self.groups, self.here, self.lanes = groups, here, lanes
+        self.sent: Counter[tuple[LaneName, int, int]] = Counter()
+        self.received: Counter[tuple[LaneName, int, int]] = Counter()
+        self.local: dict[tuple[int, int, int], Parts] = {}  # gradients, by group, stage and mini-batch
+
+    def send_gradients(self, stage: Stage, mini_batch: int, dense: bool = False) -> None:
+        """Send the gradients that a stage made for weights it does not own to their owners."""
+        for group in self.groups:
+            if stage.index in group.stages[1:]:
+                parts = _taken(stage, group, dense)
+                if group.owner in self.here:
+                    self.local[group.number, stage.index, mini_batch] = parts
+                else:
+                    self._send(LaneName(stage.index, group.owner), group, GRADIENTS, _dense(parts))
+
+    def collect_gradients(self, stage: Stage, mini_batch: int, dense: bool = False) -> dict[nn.Parameter, Tensor]:
+        """Return the gradients of a mini-batch, added over all stages, for the weights that a stage owns."""
+        total: dict[nn.Parameter, Tensor] = {}
+        for group in self.groups:
+            if stage.index != group.owner:
+                continue
+            for user in group.stages:
+                own = user == stage.index
+                parts = _taken(stage, group, dense) if own else self._gradients(group, user, mini_batch)
+                for at, part in parts.items():
+                    parameter = group.parameters[at]
+                    part = part.to(parameter.device)
+                    total[parameter] = _sum(total[parameter], part) if parameter in total else part
+        return total
+
+    def owned_elsewhere(self) -> Iterator[tuple[TieGroup, int]]:
+        """Yield the groups of which a stage here has a copy whose owner is another process, with that stage."""
+        for group in self.groups:
+            if group.owner not in self.here:
+                yield from ((group, user) for user in group.stages[1:] if user in self.here)
+
+    def send_weights(self, group: TieGroup, copied: bool = True) -> None:
+        """Send the owner's new weights to the processes that have a copy; `copied` where a later update may come before
+        they are taken."""
+        for user in group.stages[1:]:
+            if user not in self.here:
+                weights = [p.detach().clone() if copied else p.detach() for p in group.parameters]
+                self._send(LaneName(group.owner, user), group, WEIGHTS, dict(enumerate(weights)))
+
+    def receive_weights(self, group: TieGroup, user: int) -> list[Tensor]:
+        """Return the next version of a copy."""
+        weights = self._receive(LaneName(group.owner, user), group, WEIGHTS)
+        return [weights[at] for at in range(len(group.parameters))]
+
+    def forget(self) -> None:
+        """Forget gradients that an interrupted run has left behind."""
+        self.local.clear()
+
+    def _gradients(self, group: TieGroup, user: int, mini_batch: int) -> Parts:
+        if user in self.here:
+            return self.local.pop((group.number, user, mini_batch))
+        return self._receive(LaneName(user, group.owner), group, GRADIENTS)
+
+    def _send(self, name: LaneName, group: TieGroup, kind: int, values: Parts) -> None:
+        assert self.lanes is not None
+        place = (name, group.number, kind)
+        self.sent[place] += 1
+        self.lanes.senders[name].send(_key(self.sent[place], group, kind), Message(values))
+
+    def _receive(self, name: LaneName, group: TieGroup, kind: int) -> Parts:
+        assert self.lanes is not None
+        place = (name, group.number, kind)
+        self.received[place] += 1
+        values = self.lanes.receivers[name].receive(_key(self.received[place], group, kind)).values
+        return {at: tensor.to(group.parameters[at].device) for at, tensor in values.items()}
+
+
+def _key(count: int, group: TieGroup, kind: int) -> Key:
+    return Key(count, FIRST - 2 * group.number - kind)
+
+
+def _taken(stage: Stage, group: TieGroup, dense: bool) -> Parts:
+    parts = {at: stage.parts.pop(p) for at, p in enumerate(group.parameters) if p in stage.parts}
+    return _dense(parts) if dense else parts
+
+
+def _dense(parts: Parts) -> Parts:
+    return {at: part.to_dense() if part.layout is not torch.strided else part for at, part in parts.items()}
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    """Add gradients of two stages; a sparse one is made dense where the other is."""
+    if first.layout is not second.layout:
+        first, second = (one.to_dense() if one.layout is not torch.strided else one for one in (first, second))
+    return first + second
