@@ -14,7 +14,7 @@ import torch
 
 import penstock
 from penstock.app.compare import Wish, compare
-from penstock.app.compare_memory import KINDS, stage_bytes, weighed
+from penstock.app.compare_memory import KINDS, micro_batch_bytes, stage_bytes
 from penstock.app.compare_methods import NAMED, chosen
 from penstock.app.compare_setup import Setup
 from penstock.app.compare_times import finished, pace, simulated, steady, utilisation
@@ -229,9 +229,9 @@ def test_compare_starts_its_own_workers(small, monkeypatch):
 def test_what_is_weighed_is_what_the_stages_of_a_worker_would_keep(small):
     """A linear layer keeps its input for the backward; what it made is handed on and counted with it."""
     task = Request(small()).task()
-    kept = weighed(task)
+    kept = micro_batch_bytes(task)
     assert len(kept) == 4
-    one = weighed(Request(small(), {"pipeline.stages": 1}).task())
+    one = micro_batch_bytes(Request(small(), {"pipeline.stages": 1}).task())
     assert one[0].activations == pytest.approx(sum(stage.activations for stage in kept), rel=0.3)
     rows, length, width = 2, 8, 16
     assert all(stage.inputs >= rows * length * width * 4 for stage in kept[1:])
