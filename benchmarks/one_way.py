@@ -27,7 +27,8 @@ import torch.distributed as dist
 from penstock.engine.transport import memory, semaphore
 from penstock.engine.transport.lane import Key, LaneName, Message
 from penstock.engine.transport.semaphore import Semaphore
-from penstock.engine.transport.shared import SharedReceiver, SharedSender
+from penstock.engine.transport.shared_receiver import SharedReceiver
+from penstock.engine.transport.shared_sender import SharedSender
 from penstock.profiler.quiet import quiet_sample
 
 SIZES = {"1 KB": 1 << 10, "4 MB": 4 << 20}

@@ -52,8 +52,8 @@ def forked(*arguments: object, ranks: int = 0, cwd: Path | None = None) -> Done:
 def python(*arguments: object, ranks: int = 0, cwd: Path | None = None, seconds: float = 240) -> Done:
     """The same for a script, or for `-m` and a module."""
     with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
-        words = [*map(str, arguments)]
-        started = nursery.start(words, environment(), out.fileno(), err.fileno(), ranks=ranks, cwd=cwd)
+        words, env = [*map(str, arguments)], environment() | {"PYTHONPATH": nursery.PYTHONPATH}
+        started = nursery.start(words, env, out.fileno(), err.fileno(), ranks=ranks, cwd=cwd)
         try:
             code = started.wait(seconds)
         finally:

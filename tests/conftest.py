@@ -1,18 +1,18 @@
-"""Shared by all tests: helpers on the path, and the device that models are tested on.
+"""Shared by all tests: the device that models are tested on.
 
 `pytest --device cuda tests/model tests/engine tests/app` runs the tests of models on a GPU; they are then marked `gpu`.
+Helpers that tests share are found by the setting `pythonpath` in pyproject.toml.
 """
 
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOMS = ("model", "engine", "app")
-sys.path.insert(0, str(Path(__file__).parent))  # tests share `symbolic`, `published`, `mutate`, ...
+ROOMS = {"model", "comm", "engine", "training", "app"}
+TESTS = Path(__file__).parent
 
 
 def pytest_addoption(parser):
@@ -33,7 +33,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--device") != "cpu":
         for item in items:
-            if item.path.parent.name in ROOMS:
+            if item.path.relative_to(TESTS).parts[0] in ROOMS:
                 item.add_marker(pytest.mark.gpu)
             if item.get_closest_marker("cpu_only"):
                 item.add_marker(pytest.mark.skip(reason="tensors that must be in host memory"))

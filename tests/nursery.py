@@ -30,6 +30,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = str(Path(__file__).parent)
+TESTS = next(folder for folder in Path(__file__).parents if folder.name == "tests")
+# Scripts that tests start find what tests share, as the tests do.
+PYTHONPATH = os.pathsep.join(filter(None, [str(TESTS), str(TESTS / "support"), os.environ.get("PYTHONPATH")]))
 SERVER = f"import sys; sys.path.insert(0, {HERE!r}); import nursery; exec(nursery.serve(int(sys.argv[1])))"
 LAUNCH = "import sys; from penstock.app.launch import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
 GONE = -1 << 15  # told in place of a code: the process is no more

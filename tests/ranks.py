@@ -30,7 +30,12 @@ def free_port() -> int:
 
 def env(**more: object) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "GLOO"))}
-    return {**kept, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in more.items()}}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": nursery.PYTHONPATH,
+        **{name: str(value) for name, value in more.items()},
+    }
 
 
 class Run:

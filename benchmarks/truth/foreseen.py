@@ -10,9 +10,10 @@ from pathlib import Path
 from benchmarks.truth.measuring import Measuring
 from benchmarks.workers.team import Team
 from penstock import Cluster, Plan, Profile, StagePlan, read_cluster, schedule
-from penstock.app.predict import Prediction, predict
+from penstock.app.predict import predict
 from penstock.planners.balance import even_cells
 from penstock.planners.outcome import Outcome
+from penstock.planners.prediction import Prediction
 from penstock.profiler.joined import joined
 
 RANKS = 2

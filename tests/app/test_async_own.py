@@ -5,20 +5,15 @@ The list is repeated: it drains at its end, and the next mini-batches find all t
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import penstock
 import recursion_models
 import recursions
+from distributed import brought
 from penstock import InputError, Pipeline, ScheduleError
 from recursions import Law
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-import brought
 
 torch.set_num_threads(1)
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from distributed import brought
 from penstock import InputError, Pipeline
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-import brought
 
 torch.set_num_threads(1)
 

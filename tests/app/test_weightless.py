@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import plain
+from distributed import brought
 from penstock import Pipeline
 from penstock.model.materialise import weightless
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-import brought
 
 torch.set_num_threads(1)
 

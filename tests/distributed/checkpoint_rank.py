@@ -20,8 +20,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from checkpoints import batch, conv, gpt, pictures, state, steps
 from penstock import InputError
 

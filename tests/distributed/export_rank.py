@@ -18,11 +18,8 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from checkpoint_rank import die_at
+from torch import nn
 
 from checkpoints import batch, gpt
 from penstock import InputError, Pipeline

@@ -13,13 +13,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
 import nursery
-
-TESTS = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Ranks:
             env = {
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
+                "PYTHONPATH": nursery.PYTHONPATH,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(hosts)),
                 "MASTER_ADDR": hosts[0].address,

@@ -37,7 +37,7 @@ def training(folder, ranks=2, linux="", **asked):
     rest = folder / "rest"
     rest.mkdir(parents=True)
     command = [sys.executable, "-c", LAUNCH, str(ranks), sys.executable, SCRIPT, json.dumps(asked)]
-    run = Run(command, env(TMPDIR=rest, PENSTOCK_TEST_LINUX=linux, PYTHONPATH=HERE.parent), folder)
+    run = Run(command, env(TMPDIR=rest, PENSTOCK_TEST_LINUX=linux), folder)
     try:
         yield run
     finally:

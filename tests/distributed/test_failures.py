@@ -15,7 +15,6 @@ import pytest
 
 from ranks import Run, all_gone, env, launched
 
-TESTS = Path(__file__).parent.parent
 SCRIPT = str(Path(__file__).parent / "train_rank.py")
 LIMIT = 5.0  # seconds in which all have to end
 PLACE = r"\d+([FBIW]\d+(@\d+)?([<>]\d+)? \(stage \d+, micro-batch \d+\)|U@\d+ \(stage \d+\))"
@@ -56,7 +55,7 @@ def test_under_torchrun_the_place_of_a_killed_rank_is_told_too(tmp_path):
     for attempt in range(3):
         victim, asked = dice.randrange(2), {"steps": 100_000, "schedule": dice.choice(["1f1b", "2bw"])}
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-        run = Run([*command, SCRIPT, json.dumps(asked)], env(PYTHONPATH=TESTS), tmp_path / str(attempt))
+        run = Run([*command, SCRIPT, json.dumps(asked)], env(), tmp_path / str(attempt))
         try:
             pids = run.begun(2)
             time.sleep(dice.random() * 0.6)

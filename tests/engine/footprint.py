@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from freed import give_back_what_is_freed
 from penstock import Pipeline, Schedule
 from penstock.core.action import Op

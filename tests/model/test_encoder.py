@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from distributed import brought
+from distributed.brought import Encoded, squares, texts
 from penstock import Pipeline
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-import brought
-from brought import Encoded, squares, texts
 
 torch.set_num_threads(1)
 NEAR = 1e-12

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from penstock.app.predict import Prediction, predict
+from penstock.app.predict import predict
+from penstock.planners.prediction import Prediction
 from penstock.planners.scaled import scaled
 from penstock.planners.short import enough
 

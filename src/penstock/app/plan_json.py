@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.app.plan_fit import changes_that_fit
 from penstock.app.plan_why import delay, less_than_a_row, not_yet, passed_over, proof, runners_up, traffic
-from penstock.app.predict import Prediction
+from penstock.planners.prediction import Prediction
 from penstock.schedules.registry import METHODS
 
 

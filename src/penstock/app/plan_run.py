@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.app.plan_json import as_json
 from penstock.app.plan_text import all_as_text, as_text
-from penstock.app.predict import Prediction, predict
+from penstock.app.predict import predict
 from penstock.app.score import Scorer
 from penstock.core.arguments import named, parameters_of, refuse_unknown
 from penstock.core.cluster import Cluster
@@ -18,6 +18,7 @@ from penstock.core.json_file import read_json
 from penstock.core.profile import MOST_ROWS, Profile
 from penstock.core.text_profile import read_text_profile
 from penstock.errors import InputError
+from penstock.planners.prediction import Prediction
 from penstock.planners.registry import OPTIONS, PLANNERS, find_plan
 from penstock.planners.scaled import scaled
 from penstock.schedules.registry import find

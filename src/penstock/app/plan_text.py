@@ -13,8 +13,8 @@ from penstock.app.plan_why import (
     slower,
     traffic,
 )
-from penstock.app.predict import Prediction
 from penstock.errors import InputError
+from penstock.planners.prediction import Prediction
 
 
 def as_text(found: Prediction) -> str:

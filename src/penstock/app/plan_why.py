@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.app.predict import Prediction, predict
+from penstock.app.predict import predict
 from penstock.core.action import Op
 from penstock.core.plan import Plan
 from penstock.planners.outcome import Outcome
+from penstock.planners.prediction import Prediction
 from penstock.planners.search.find import Runner, Searched
 from penstock.simulator.breakdown import breakdown
 

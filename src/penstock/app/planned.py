@@ -13,13 +13,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from penstock.app.predict import Prediction
 from penstock.app.remedies import NAMES as REMEDIES
 from penstock.core.json_file import read_json
 from penstock.core.plan import Plan
 from penstock.core.shape import Shape
 from penstock.core.text_profile import NUMBER
 from penstock.errors import FormatError, InputError
+from penstock.planners.prediction import Prediction
 
 ITS_OWN = ("stages", "cuts", "chunks", "schedule", "microbatches")  # what a plan says
 WRITE = "write it with `penstock plan --json`"

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.engine.transport.lane import Key, LaneName, Message
-from penstock.engine.transport.shared import SharedReceiver, SharedSender
+from penstock.engine.transport.shared_receiver import SharedReceiver
+from penstock.engine.transport.shared_sender import SharedSender
 
 BOUND = 60  # seconds for any one answer
 

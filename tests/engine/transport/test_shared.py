@@ -19,8 +19,9 @@ from penstock import PenstockError
 from penstock.engine.transport import memory
 from penstock.engine.transport.lane import ClosedLane, Key, LaneName, Message
 from penstock.engine.transport.ring import ENTRIES
-from penstock.engine.transport.shared import Elsewhere, SharedReceiver, SharedSender
-from penstock.engine.transport.shared_sender import LAYOUTS
+from penstock.engine.transport.shared_end import Elsewhere
+from penstock.engine.transport.shared_receiver import SharedReceiver
+from penstock.engine.transport.shared_sender import LAYOUTS, SharedSender
 from penstock.errors import FormatError
 
 numbers = itertools.count(0, 2)

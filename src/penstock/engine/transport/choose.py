@@ -27,7 +27,8 @@ from penstock.engine.transport.fallback import SharedOrGlooReceiver, SharedOrGlo
 from penstock.engine.transport.gloo import GlooMesh
 from penstock.engine.transport.lane import LaneName, Receiver, Sender
 from penstock.engine.transport.local import Local
-from penstock.engine.transport.shared import SharedReceiver, SharedSender
+from penstock.engine.transport.shared_receiver import SharedReceiver
+from penstock.engine.transport.shared_sender import SharedSender
 
 EVERYBODY = -1
 CONNECT = 60.0  # seconds for all ranks to connect

@@ -10,7 +10,9 @@ import warnings
 
 from penstock.engine.transport.gloo import GlooReceiver, GlooSender
 from penstock.engine.transport.lane import Key, Message
-from penstock.engine.transport.shared import Elsewhere, SharedReceiver, SharedSender
+from penstock.engine.transport.shared_end import Elsewhere
+from penstock.engine.transport.shared_receiver import SharedReceiver
+from penstock.engine.transport.shared_sender import SharedSender
 
 
 def warn_slow(error: object, where: str) -> None:

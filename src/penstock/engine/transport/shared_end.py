@@ -1,4 +1,10 @@
-"""What both ends of a shared lane have in common: where they meet, and that a forked child has no part in it."""
+"""A lane through memory that two processes of one host share; here is the part that its two ends have in common.
+
+The sender copies every tensor once, into a slot; the receiver's tensors are that slot. When the last of them is
+garbage, the slot goes back to the sender. Nothing has a name in the file system: the receiver opens the sender's memory
+through /proc, which the kernel allows to processes of the same user, and when both have ended, however they ended, the
+memory is free. A forked child has no part in it.
+"""
 
 from __future__ import annotations
 
