@@ -15,8 +15,8 @@ from penstock.core.action import Op
 from penstock.core.match import match
 from penstock.core.timeline import Timeline
 from penstock.reports.html import html
-from penstock.reports.memory import memory_table
 from penstock.reports.svg import svg
+from penstock.reports.tables import memory_table
 from penstock.reports.terminal import gantt, summary
 from penstock.reports.trace import trace
 

@@ -7,7 +7,7 @@ import pytest
 from timelines import CASES, hand_made, plain, predicted
 
 from penstock.core.action import COMPUTE, Op
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.reports.boxes import beside, busy, waits
 from penstock.reports.curves import curves
 from penstock.reports.hops import hops
@@ -88,7 +88,7 @@ def test_a_pair_holds_what_both_halves_need():
     for box in np.flatnonzero(boxes.op == Op.FB):
         curve = found[boxes.slot[box]]
         at = np.searchsorted(curve.times, (boxes.start[box] + boxes.end[box]) / 2) - 1
-        assert curve.levels[Kind.RECOMPUTE][at] > 0
+        assert curve.levels[MemoryKind.RECOMPUTE][at] > 0
 
 
 def test_thinned_curves_are_short():

@@ -7,7 +7,7 @@ from rich.console import Console
 from timelines import in_bytes, measured, plain
 
 from penstock.errors import InputError
-from penstock.reports.memory import memory_table
+from penstock.reports.tables import memory_table
 
 MIB = 2.0**20
 

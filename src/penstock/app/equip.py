@@ -14,8 +14,8 @@ from penstock.app.remedies import Remedies, momentum_steps, read_remedies, requi
 from penstock.app.rounds import Rounds
 from penstock.app.settings import Asked, Wanted, read_schedule, with_edges
 from penstock.core.check import prove
-from penstock.core.endless import Endless
 from penstock.core.loop import Loop
+from penstock.core.lowered_loop import LoweredLoop
 from penstock.core.schedule import Schedule
 from penstock.core.shape import Law
 from penstock.engine.clock import Clock, RunClock
@@ -90,7 +90,7 @@ def require_sound(chosen: Chosen, edges: tuple[tuple[int, int], ...]) -> None:
     if isinstance(built, Schedule):
         prove(built)
     else:
-        endless = Endless(built)
+        endless = LoweredLoop(built)
         endless.proven(endless.least)
 
 
@@ -109,7 +109,7 @@ def equip(chosen: Chosen, floor: Floor, edges: tuple[tuple[int, int], ...]) -> E
     if isinstance(built, Schedule):
         equipped = _synchronous(built, floor)
     else:
-        equipped = _asynchronous(Endless(built), chosen.remedies, floor)
+        equipped = _asynchronous(LoweredLoop(built), chosen.remedies, floor)
     for stage in floor.stages:
         named = [(floor.names[p], p) for p in stage.parameters]
         host = Offload.ACTIVATIONS in stage.settings.offload
@@ -128,7 +128,7 @@ def _synchronous(built: Schedule, floor: Floor) -> Equipped:
     return Equipped(proven.schedule, engine, clock)
 
 
-def _asynchronous(endless: Endless, remedies: Remedies, floor: Floor) -> Equipped:
+def _asynchronous(endless: LoweredLoop, remedies: Remedies, floor: Floor) -> Equipped:
     endless.proven(endless.least)
     shared = {parameter for group in floor.mail.groups for parameter in group.parameters}
     own = {stage.index: [p for p in floor.optimizers.owned[stage.index] if p not in shared] for stage in floor.stages}

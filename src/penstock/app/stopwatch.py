@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.app.pipeline import Pipeline
 from penstock.core.action import Op
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine.inline import InlineEngine
 from penstock.engine.stream import InlineStream
 
@@ -52,8 +52,8 @@ class Stopwatch:
 
         return timed
 
-    def _row(self, compute: Callable[[Row], None]) -> Callable[[Row], None]:
-        def timed(row: Row) -> None:
+    def _row(self, compute: Callable[[ActionRow], None]) -> Callable[[ActionRow], None]:
+        def timed(row: ActionRow) -> None:
             self.inside, begun = 0.0, perf_counter()
             compute(row)
             self.around[row.op, row.stage].append(perf_counter() - begun - self.inside)

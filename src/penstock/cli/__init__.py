@@ -17,7 +17,7 @@ import typer
 from penstock.cli import clusters, estimating, planning, profiling, schedules, training, weights
 from penstock.cli.app import app
 from penstock.errors import PenstockError
-from penstock.interrupt import ending_amid_imports
+from penstock.interrupt import exit_on_interrupt_during_imports
 
 __all__ = ["app", "clusters", "estimating", "main", "planning", "profiling", "schedules", "training", "weights"]
 
@@ -29,7 +29,7 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a sign gets a question mark
     try:
-        with ending_amid_imports():
+        with exit_on_interrupt_during_imports():
             try:
                 app()
             finally:

@@ -30,8 +30,8 @@ from penstock.cli.flags import (
     WeightGrad,
     WeightGradMemory,
 )
-from penstock.cli.given import built_schedule, method_options, numbers, read_schedule, read_timeline, stage_costs
 from penstock.cli.output import draw, terminal
+from penstock.cli.parsing import built_schedule, method_options, numbers, read_schedule, read_timeline, stage_costs
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def simulate(
         typer.echo(json.dumps(line.figures() | {"breakdown": parts.to_json()}))
         return
     from penstock.reports.gantt import gantt
-    from penstock.reports.summary import summary
+    from penstock.reports.tables import summary
 
     console = terminal()
     console.print(gantt(line, console.width), soft_wrap=True)
@@ -229,7 +229,7 @@ def show(
         typer.echo(json.dumps(found[0] if len(found) == 1 else found))
         return
     from penstock.reports.gantt import gantt
-    from penstock.reports.summary import summary
+    from penstock.reports.tables import summary
 
     console = terminal()
     for _, line in lines:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from penstock.core.action import Op
-from penstock.core.endless import Endless, Row
+from penstock.core.lowered_loop import ActionRow, LoweredLoop
 from penstock.engine.acting import Acting
 from penstock.engine.clock import RunClock
 from penstock.engine.inline import forward_all
@@ -49,7 +49,7 @@ class Streaming:
     slots: tuple[int, ...]
     clocks: Sequence[RunClock] = ()  # one a slot, or none
 
-    def __init__(self, endless: Endless, stages: list[Stage], weights: Weights, updates: Updates) -> None:
+    def __init__(self, endless: LoweredLoop, stages: list[Stage], weights: Weights, updates: Updates) -> None:
         self.endless, self.weights, self.updates = endless, weights, updates
         per_pass = endless.loop.period * endless.shape.microbatches
         split: set[tuple[int, int]] = set()  # stages, and micro-batches of a pass
@@ -78,7 +78,7 @@ class Streaming:
             del self.acting.jobs[job.number]
             self.acting.made.pop(job.number, None)
 
-    def run(self, rows: list[list[Row]]) -> None:
+    def run(self, rows: list[list[ActionRow]]) -> None:
         """Some rows of every slot here."""
         raise NotImplementedError
 
@@ -102,7 +102,7 @@ class Streaming:
         """Around what finds out whether all ranks end the run behind that many mini-batches."""
         yield
 
-    def compute(self, row: Row) -> None:
+    def compute(self, row: ActionRow) -> None:
         job, stage = self.acting.jobs[row.microbatch], self.acting.stages[row.stage]
         if row.op in (Op.F, Op.FB):
             self.updates.before(stage, job, row.version)
@@ -119,7 +119,7 @@ class Streaming:
                 del self.gathered[place]
                 self.updates.close(stage, job)
 
-    def update(self, row: Row) -> None:
+    def update(self, row: ActionRow) -> None:
         self.updates.update(self.acting.stages[row.stage], row.version)
 
     def _note_loss(self, job: Job) -> None:
@@ -135,7 +135,7 @@ class InlineStream(Streaming):
 
     def __init__(
         self,
-        endless: Endless,
+        endless: LoweredLoop,
         stages: list[Stage],
         weights: Weights,
         updates: Updates,
@@ -144,12 +144,12 @@ class InlineStream(Streaming):
         super().__init__(endless, stages, weights, updates)
         self.clocks = clocks
         self.slots = tuple(range(endless.shape.slots))
-        self.rows: list[list[Row]] = []
+        self.rows: list[list[ActionRow]] = []
         self.at: list[int] = []  # by slot, the row that comes next
         self.slot = 0  # that runs
         self.sent: set[tuple[int, int, int]] = set()  # stages from and to, and micro-batch
 
-    def run(self, rows: list[list[Row]]) -> None:
+    def run(self, rows: list[list[ActionRow]]) -> None:
         self.rows, self.at = rows, [0] * len(rows)
         with watching():
             moved = True
@@ -165,16 +165,16 @@ class InlineStream(Streaming):
                         if clock is not None:
                             clock.tick()
 
-    def unfinished(self) -> tuple[int, list[list[Row]]]:
+    def unfinished(self) -> tuple[int, list[list[ActionRow]]]:
         """After a failure: the mini-batch that failed, and what is left of the rows of every slot."""
         failed = self.rows[self.slot][self.at[self.slot]]
         return self.mini_batch(failed), [mine[at:] for mine, at in zip(self.rows, self.at, strict=True)]
 
-    def mini_batch(self, row: Row) -> int:
+    def mini_batch(self, row: ActionRow) -> int:
         """Whose row it is; an update makes the version behind its mini-batch's."""
         return row.version - 1 if row.op > Op.RECV_B else row.microbatch // self.endless.shape.microbatches
 
-    def _did(self, row: Row) -> bool:
+    def _did(self, row: ActionRow) -> bool:
         if row.op <= Op.FB:
             self.compute(row)
         elif row.op in (Op.SEND_F, Op.SEND_B):
@@ -200,7 +200,7 @@ class WorkerStream(Streaming):
 
     def __init__(
         self,
-        endless: Endless,
+        endless: LoweredLoop,
         rank: int,
         stages: list[Stage],
         weights: Weights,
@@ -219,7 +219,7 @@ class WorkerStream(Streaming):
         super().begin()
         self.mailing.next_run()
 
-    def run(self, rows: list[list[Row]]) -> None:
+    def run(self, rows: list[list[ActionRow]]) -> None:
         (mine,) = rows
         doing, clock = self.watch.doing, self.clock
         with running(self.watch):
@@ -231,7 +231,7 @@ class WorkerStream(Streaming):
                 if clock is not None:
                     clock.tick()
 
-    def _act(self, row: Row) -> None:
+    def _act(self, row: ActionRow) -> None:
         if row.op <= Op.FB:
             self.compute(row)
         elif row.op in (Op.SEND_F, Op.SEND_B):

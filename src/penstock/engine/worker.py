@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.core.action import Op
 from penstock.core.check import Proven
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine.acting import Acting, apart_in, flat
 from penstock.engine.clock import Clock
 from penstock.engine.lanes import Lanes
@@ -37,7 +37,7 @@ class Worker:
         clock: Clock | None = None,
     ) -> None:
         self.actions = [action for action in flat(proven.schedule.actions(rank)) if action.op <= Op.RECV_B]
-        self.rows = [Row(a.op, a.stage, a.microbatch, a.version, a.peer) for a in self.actions]
+        self.rows = [ActionRow(a.op, a.stage, a.microbatch, a.version, a.peer) for a in self.actions]
         self.acting, self.lanes, self.watch, self.clock = (
             Acting(stages, apart_in(self.actions), turn),
             lanes,
@@ -58,7 +58,7 @@ class Worker:
             self._rows(self.watch.doing, self.clock, act)
         return self.mailing.loss()
 
-    def _rows(self, doing: Callable[[Row], None], clock: Clock | None, act: Act) -> None:
+    def _rows(self, doing: Callable[[ActionRow], None], clock: Clock | None, act: Act) -> None:
         if clock is not None:
             clock.begin()
         for row in self.rows:

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.links import FloatArray
-from penstock.core.memory import Kind, Memory
+from penstock.core.memory import MemoryKind, MemoryUse
 from penstock.core.timeline import Timeline
 from penstock.reports.palette import STACK
 
@@ -25,7 +25,7 @@ class Curve:
     """Levels of one slot: `levels[kind][i]` holds from times[i] to times[i + 1]."""
 
     times: FloatArray
-    levels: dict[Kind, FloatArray]
+    levels: dict[MemoryKind, FloatArray]
 
     @property
     def total(self) -> FloatArray:
@@ -59,7 +59,7 @@ def curves(timeline: Timeline) -> list[Curve]:
     ]
 
 
-def _ever(memory: Memory, kind: Kind) -> bool:
+def _ever(memory: MemoryUse, kind: MemoryKind) -> bool:
     return any(kind in part and bool(part[kind].any()) for part in (memory.standing, memory.begun, memory.ended))
 
 
@@ -77,7 +77,7 @@ def _clock(timeline: Timeline) -> FloatArray:
     return np.maximum(clock.ravel() - origin, 0.0)
 
 
-def _curve(memory: Memory, kinds: list[Kind], times: FloatArray, slot: int, first: int) -> Curve:
+def _curve(memory: MemoryUse, kinds: list[MemoryKind], times: FloatArray, slot: int, first: int) -> Curve:
     rows = slice(first, first + len(times) // 2)
     levels = {}
     for kind in kinds:

@@ -8,7 +8,7 @@ import re
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.core.shape import IntArray, Shape
 from penstock.core.timeline import Timeline
 
@@ -33,14 +33,14 @@ LETTERS: dict[Op, str] = {
     **{Op.RECV_B: "B", Op.REDUCE: "R", Op.UPDATE: "U", Op.UNSHARD: "G", Op.RESHARD: "D"},
 }
 
-KIND_WORDS: dict[Kind, str] = {
-    Kind.WEIGHTS: "weights",
-    Kind.OPTIMIZER: "optimizer state",
-    Kind.VERSIONS: "older weight versions",
-    Kind.GRADIENTS: "gradients",
-    Kind.ACTIVATIONS: "activations",
-    Kind.HELD: "held for weight gradients",
-    Kind.RECOMPUTE: "recomputed activations",
+KIND_WORDS: dict[MemoryKind, str] = {
+    MemoryKind.WEIGHTS: "weights",
+    MemoryKind.OPTIMIZER: "optimizer state",
+    MemoryKind.VERSIONS: "older weight versions",
+    MemoryKind.GRADIENTS: "gradients",
+    MemoryKind.ACTIVATIONS: "activations",
+    MemoryKind.HELD: "held for weight gradients",
+    MemoryKind.RECOMPUTE: "recomputed activations",
 }
 
 # What no XML document can hold, however it is written, nor a terminal should be sent: control characters, and halves
@@ -110,7 +110,11 @@ def in_bytes(timeline: Timeline) -> bool:
     memory = timeline.memory
     if memory is None or timeline.measured:
         return True
-    return any(bool(memory.standing[kind].any()) for kind in (Kind.WEIGHTS, Kind.OPTIMIZER) if kind in memory.standing)
+    return any(
+        bool(memory.standing[kind].any())
+        for kind in (MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER)
+        if kind in memory.standing
+    )
 
 
 def amount(value: float, bytes_: bool) -> str:

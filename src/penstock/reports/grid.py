@@ -2,7 +2,7 @@
 
     rank 0  0F0  0F1  0B0  0F2  0B1  0B2
     rank 1  1F0  1B0  1F1  1B1 !1F1  1B2
-    ! rank 1: 1F1: stands here a second time; drop one of the two
+    ! rank 1: 1F1: occurs a second time; remove one of the two
 
 The words are those that `Action.parse` reads.
 """

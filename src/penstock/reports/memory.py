@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.core.timeline import Timeline
 from penstock.errors import InputError
 from penstock.reports.describe import KIND_WORDS, amount, in_bytes, slot_labels
@@ -36,5 +36,5 @@ def memory_table(predicted: Timeline, measured: Sequence[float] = ()) -> Table:
     return table
 
 
-def _columns(kinds: Sequence[Kind], measured: bool) -> list[str]:
+def _columns(kinds: Sequence[MemoryKind], measured: bool) -> list[str]:
     return ["slot", *(KIND_WORDS[kind] for kind in kinds), "all, predicted", *(["measured"] if measured else [])]

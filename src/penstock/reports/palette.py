@@ -7,7 +7,7 @@ of middle lightness, so that one set serves light and dark pages. A rank's later
 from __future__ import annotations
 
 from penstock.core.action import Op
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 
 DARK_INK, LIGHT_INK = "#10151c", "#ffffff"
 PALEST = 0.5  # how far the last chunk of a rank is mixed with white
@@ -28,18 +28,18 @@ FILLS: dict[Op, str] = {
     Op.RESHARD: "#6b7480",
 }
 
-KIND_FILLS: dict[Kind, str] = {
-    Kind.WEIGHTS: "#8b949e",
-    Kind.OPTIMIZER: "#6b7480",
-    Kind.VERSIONS: "#6656c4",
-    Kind.GRADIENTS: "#c86fa3",
-    Kind.ACTIVATIONS: "#70b5f2",
-    Kind.HELD: "#1a9a70",
-    Kind.RECOMPUTE: "#e8881c",
+KIND_FILLS: dict[MemoryKind, str] = {
+    MemoryKind.WEIGHTS: "#8b949e",
+    MemoryKind.OPTIMIZER: "#6b7480",
+    MemoryKind.VERSIONS: "#6656c4",
+    MemoryKind.GRADIENTS: "#c86fa3",
+    MemoryKind.ACTIVATIONS: "#70b5f2",
+    MemoryKind.HELD: "#1a9a70",
+    MemoryKind.RECOMPUTE: "#e8881c",
 }
 
 # Stacked from the bottom: what stands all the time first, so that the curves above it keep their shape.
-STACK: tuple[Kind, ...] = tuple(KIND_FILLS)
+STACK: tuple[MemoryKind, ...] = tuple(KIND_FILLS)
 
 Rgb = tuple[int, int, int]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.core.timeline import Timeline
 from penstock.reports.boxes import Boxes, beside, busy, waits
 from penstock.reports.curves import curves
@@ -91,7 +91,7 @@ def _memory(timeline: Timeline) -> Json | None:
     found = curves(timeline)
     if not found:
         return None
-    kinds: list[Kind] = list(found[0].levels)
+    kinds: list[MemoryKind] = list(found[0].levels)
     return {
         "bytes": in_bytes(timeline),
         "unit": "" if in_bytes(timeline) else MEMORY_IN_A,

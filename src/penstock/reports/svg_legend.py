@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.reports.boxes import beside, busy
 from penstock.reports.curves import curves
 from penstock.reports.describe import KIND_WORDS, LETTERS, WORDS
@@ -26,7 +26,7 @@ def operations(shown: Sequence[Panel]) -> list[Op]:
     return [Op(op) for op in np.unique(np.concatenate([found.op for found in boxes])).tolist()]
 
 
-def kinds(panel: Panel) -> list[Kind]:
+def kinds(panel: Panel) -> list[MemoryKind]:
     """The kinds of memory that are ever above 0, in the order they are stacked."""
     present = {kind for curve in curves(panel.timeline) for kind in curve.levels}
     return [kind for kind in KIND_FILLS if kind in present]

@@ -2,6 +2,6 @@
 
 from penstock.reports.gantt import gantt
 from penstock.reports.grid import grid
-from penstock.reports.summary import summary
+from penstock.reports.tables import summary
 
 __all__ = ["gantt", "grid", "summary"]
