@@ -241,7 +241,7 @@ BAD = {
     ),
     "a file and its shape": (
         ("simulate", "--schedule", "mine.csv", "--stages", 9, "--overlap"),
-        "a file to say its own shape, but got --stages, --overlap",
+        "a file, which states its shape, but got --stages, --overlap",
     ),
     "a missing file": (("check", "nowhere.csv"), "nowhere.csv: expected a readable CSV file.*No such file"),
     "a picture that cannot be written": (
