@@ -116,7 +116,9 @@ def _devices(where: str, table: dict[str, Any], hosts: int) -> tuple[Device, ...
     kind_names = table.get("kind", next(iter(table.get("kinds") or {"device": {}})))
     kinds = [kind_names] * hosts if isinstance(kind_names, str) else list(kind_names)
     if len(kinds) != hosts:
-        raise FormatError(f"{where}: kind", f"one kind, or one for each of {hosts} hosts", len(kinds), "complete it")
+        raise FormatError(
+            f"{where}: kind", f"one kind, or one for each of {hosts} hosts", len(kinds), "correct the list"
+        )
     figures = {**KINDS, "device": {}, **table.get("kinds", {})}
     for kind in kinds:
         if kind not in figures:
@@ -136,7 +138,7 @@ def _require_keys(where: str, table: dict[str, Any]) -> None:
             _check(where, name, table[name], KEYS[name])
     kinds, above = table.get("kinds", {}), table.get("above", [])
     if not isinstance(kinds, dict) or not isinstance(above, list):
-        raise FormatError(where, "tables [kinds.NAME] and [[above]]", "others", "write them with these headings")
+        raise FormatError(where, "tables [kinds.NAME] and [[above]]", "another type", "write them with these headings")
     for kind, entry in kinds.items():
         _check(where, f"kinds.{kind}", entry, KEYS["kinds"])
     for entry in above:

@@ -15,7 +15,7 @@ HEADINGS = ("inside", "between")
 def to_toml(cluster: Cluster, notes: Iterable[str] = ()) -> str:
     """Return the TOML text of a cluster, with `notes` as comment lines at its top."""
     if not cluster.levels:
-        raise InputError("a cluster with at least one level", "none", "say what joins its devices")
+        raise InputError("a cluster with at least one level", "none", "give the levels that join its devices")
     sizes = [level.size for level in cluster.levels]
     kinds = _kinds(cluster.devices, sizes[0])
     is_uniform = len(set(kinds)) == 1
@@ -36,12 +36,16 @@ def _kinds(devices: tuple[Device, ...], per_host: int) -> list[str]:
     hosts = [devices[at : at + per_host] for at in range(0, len(devices), per_host)]
     for number, host in enumerate(hosts):
         if len(set(host)) > 1:
-            raise InputError("devices of one kind on each host", f"several on host {number}", "describe them as hosts")
+            raise InputError(
+                "devices of one kind on each host", f"several kinds on host {number}", "describe them as hosts"
+            )
     figures: dict[str, Device] = {}
     for device in devices:
         if figures.setdefault(device.kind, device) != device:
             raise InputError(
-                f"the same figures for all devices of kind {device.kind!r}", "others", "give them kinds of their own"
+                f"the same figures for all devices of kind {device.kind!r}",
+                "different ones",
+                "give them kinds of their own",
             )
     return [host[0].kind for host in hosts]
 

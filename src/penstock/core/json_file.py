@@ -19,7 +19,7 @@ def read_json(path: str | Path, what: str, read: Callable[[Any], T], do: str) ->
     except OSError as error:
         raise FormatError(str(path), f"a readable {what}", error.strerror, "check the path") from None
     except RecursionError:
-        raise FormatError(str(path), f"a {what} as JSON", "brackets within brackets without end", do) from None
+        raise FormatError(str(path), f"a {what} as JSON", "brackets nested too deeply", do) from None
     except InputError as error:
         raise FormatError(str(path), error.expected, error.came, error.do) from None
     except ValueError as error:

@@ -173,5 +173,5 @@ class MemoryUse:
 
         memory = cls(read("standing", slots), read("begun", rows), read("ended", rows))
         if set(memory.begun) != set(memory.ended):
-            raise InputError("the same kinds of memory in begun and ended", "others", "write it with to_json")
+            raise InputError("the same kinds of memory in begun and ended", "different ones", "write it with to_json")
         return memory

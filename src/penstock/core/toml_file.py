@@ -22,7 +22,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise FormatError(str(path), "a TOML file in UTF-8", "another encoding", "save it as UTF-8") from None
     except RecursionError:
-        raise FormatError(str(path), "TOML", "brackets within brackets without end", "correct the file") from None
+        raise FormatError(str(path), "TOML", "brackets nested too deeply", "correct the file") from None
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         line = re.search(r"\(at line (\d+), column (\d+)\)", message)

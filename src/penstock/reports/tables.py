@@ -34,7 +34,7 @@ def memory_table(predicted: Timeline, measured: Sequence[float] = ()) -> Table:
     """
     memory, schedule = predicted.memory, predicted.schedule
     if memory is None:
-        raise InputError("a timeline with memory in it", "one without", "predict it from costs that have footprints")
+        raise InputError("a timeline with memory", "one without", "predict it from costs that have footprints")
     if measured and len(measured) != schedule.shape.slots:
         raise InputError(f"measured memory of {schedule.shape.slots} slots", len(measured), "give one number a slot")
     peaks = {kind: memory.peak(schedule, (kind,)) for kind in STACK}
