@@ -20,7 +20,7 @@ from benchmarks.workers.contest import Contest
 from benchmarks.workers.sampling import collect
 from benchmarks.workers.team import Team
 from penstock.core.action import Op
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine.measure.clock import Clock
 
 RANKS, MICROBATCHES = 2, 8
@@ -88,7 +88,7 @@ def seconds_of_a_reading(count=20_000):
     """Into a list that grows as a step's does."""
     found = []
     for _ in range(9):
-        clock, row = Clock((0,)), Row(Op.F, 0, 0, 0, -1)
+        clock, row = Clock((0,)), ActionRow(Op.F, 0, 0, 0, -1)
         clock.begin(0)
         begin = time.perf_counter()
         for _ in range(count):

@@ -27,8 +27,8 @@ from penstock.app.launch import launch
 from penstock.app.measured import Measured
 from penstock.models.gpt import GPT
 from penstock.reports.figures import headline
-from penstock.reports.memory import memory_table
 from penstock.reports.svg import svg
+from penstock.reports.tables import memory_table
 
 RANKS = {"sleeping": 4, "gpt": 2}
 MICROBATCHES, STEPS = 8, 12

@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 
 from penstock.core.action import Op
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine.world import World, join
 from penstock.errors import InputError
 
@@ -56,7 +56,7 @@ def main() -> None:
     rank = world.rank
     print(f"rank {rank} begins as {os.getpid()}", flush=True)
     for row in range(asked.rows):
-        world.watch.doing(Row(Op.F, rank, row, 0, -1))
+        world.watch.doing(ActionRow(Op.F, rank, row, 0, -1))
         if row == 5 and asked.who in (rank, -1):
             act(asked.what, world)
         got = world.gather(b"%d of %d" % (row, rank))

@@ -159,7 +159,7 @@ def test_check_points_at_every_fault_and_leaves_with_2(tmp_path):
     file = tmp_path / "bad.csv"
     file.write_text("0F0,0B0,0F1,0F1\n1F0,1B0,1F1,1B1\n")
     said = refused("check", file)
-    assert "0F1: stands here a second time" in said
+    assert "0F1: occurs a second time" in said
     assert "0B1 is missing" in said
     assert "^^^" in said
 
@@ -241,7 +241,7 @@ BAD = {
     ),
     "a file and its shape": (
         ("simulate", "--schedule", "mine.csv", "--stages", 9, "--overlap"),
-        "a file to say its own shape, but got --stages, --overlap",
+        "a file, which states its shape, but got --stages, --overlap",
     ),
     "a missing file": (("check", "nowhere.csv"), "nowhere.csv: expected a readable CSV file.*No such file"),
     "a picture that cannot be written": (

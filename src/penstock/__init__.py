@@ -6,7 +6,7 @@
     line = penstock.simulate(plan, forward=1.0, input_grad=1.0, weight_grad=1.0, transfer=0.1)
     print(line.makespan, line.bubble)
 
-Names are loaded when they are first used, so that a simulation never waits for torch.
+Names are imported on first use, so that a simulation does not import torch.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""Every exception that penstock raises on purpose.
+"""The exceptions that penstock raises on purpose.
 
 PenstockError
-├── InputError          a value that cannot be used: what was expected, what came, what to do
-│   ├── ArgumentError   a call with an argument that there is not, or without one that there must be; a TypeError too
-│   ├── FormatError     a file or text that cannot be read, with the place in it
-│   └── SplitError      a model that cannot be split as asked, with the line of its code
-├── ScheduleError       a schedule that breaks a law; carries every fault found
-└── RankError           another rank has failed, died, ended or gives no answer: which one, where, and why
+├── InputError          an unusable value: states what was expected, what was received, and what to do
+│   ├── ArgumentError   a call with an unknown argument or without a required one; also a TypeError
+│   ├── FormatError     a file or text that cannot be read, with the position in it
+│   └── SplitError      a model that cannot be split as requested, with the line of its code
+├── ScheduleError       a schedule that breaks a law; carries all its faults
+└── RankError           another rank failed, died, ended or does not respond: which one, where, and why
 
-A message always says what was expected, what came, and what to do next. The command line prints the message alone
-and leaves with code 2.
+Every message states what was expected, what was received, and what to do next. The command line prints the message
+alone and exits with code 2.
 """
 
 from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """Root of the tree: catch this to catch all of penstock's own errors."""
+    """Base class of all penstock errors."""
 
 
 class InputError(PenstockError, ValueError):
-    """A value that cannot be used."""
+    """An unusable value: what was expected, what was received, and what to do."""
 
     def __init__(self, expected: str, came: object, do: str) -> None:
         self.expected, self.came, self.do = expected, came, do
@@ -28,11 +28,11 @@ class InputError(PenstockError, ValueError):
 
 
 class ArgumentError(InputError, TypeError):
-    """A call with an argument that the function does not take, or without one that it needs."""
+    """A call with an unknown argument, or without a required one."""
 
 
 class FormatError(InputError):
-    """A file or a text that cannot be read; `where` names the place in it."""
+    """A file or a text that cannot be read; `where` is the position in it."""
 
     def __init__(self, where: str, expected: str, came: object, do: str) -> None:
         super().__init__(expected, came, do)
@@ -41,11 +41,11 @@ class FormatError(InputError):
 
 
 class SplitError(InputError):
-    """A model that cannot be split as asked."""
+    """A model that cannot be split as requested."""
 
 
 class ScheduleError(PenstockError):
-    """A schedule that breaks a law. `faults` lists all that were found; the message draws them."""
+    """A schedule that breaks a law. `faults` lists every fault; the message shows each in its place."""
 
     def __init__(self, message: str, faults: tuple[object, ...] = ()) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class ScheduleError(PenstockError):
 
 
 class RankError(PenstockError):
-    """Another rank has failed, died, ended too early or gives no answer. `rank` is the one at fault, where known."""
+    """Another rank failed, died, ended too early or does not respond. `rank` is its number, or None if unknown."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -61,4 +61,4 @@ class RankError(PenstockError):
 
 
 class LeftAlone(RankError):
-    """This rank has left a training loop that others go on with."""
+    """This rank left a training loop that other ranks continue."""

@@ -1,6 +1,6 @@
-"""Ctrl-C while torch loads, which takes seconds: a process ends at once, and without a word.
+"""Ctrl-C while torch is imported, which takes seconds: the process exits at once, without a traceback.
 
-What native code imports may swallow KeyboardInterrupt, and the process would go on as if nobody had asked.
+Native code that imports Python modules may discard a KeyboardInterrupt, and the process would continue.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from types import FrameType
 
 
 @contextmanager
-def ending_amid_imports() -> Iterator[None]:
-    """Around a program. Before torch's import and after it, Python's own handler has its say."""
-    ours = threading.current_thread() is threading.main_thread()
-    ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
+def exit_on_interrupt_during_imports() -> Iterator[None]:
+    """Exit at once on Ctrl-C while torch is imported. At any other time Python's own handler runs."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    is_ours = is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours:
         signal.signal(signal.SIGINT, _handler)
     try:
         yield
     finally:
-        if ours and signal.getsignal(signal.SIGINT) is _handler:
+        if is_ours and signal.getsignal(signal.SIGINT) is _handler:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _handler(number: int, frame: FrameType | None) -> None:
-    if _loading():
+    if _importing_torch():
         os._exit(128 + number)
     signal.default_int_handler(number, frame)
 
 
-def _loading() -> bool:
+def _importing_torch() -> bool:
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))

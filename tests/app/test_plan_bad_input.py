@@ -128,7 +128,7 @@ GRAPHS = {
     "brackets for a profile": (
         "p.json",
         "[" * 100_000,
-        "p.json: expected a profile as JSON, but got brackets within brackets",
+        "p.json: expected a profile as JSON, but got brackets nested too deeply",
     ),
     "a key twice": (
         "p.txt",

@@ -234,7 +234,7 @@ def test_plans_that_contradict_themselves():
     [
         ("{", "plan.json: expected a plan as JSON, but got Expecting property name"),
         ("{}", "plan.json: expected the key 'stages' in a plan, but got none"),
-        ("[" * 100_000, "plan.json: expected a plan as JSON, but got brackets within brackets without end"),
+        ("[" * 100_000, "plan.json: expected a plan as JSON, but got brackets nested too deeply"),
         ("[]", "plan.json: expected one plan, but got a list; plan by one method, not by all"),
         ("3", "plan.json: expected one plan, but got a int"),
         ('{"plan": {"stages": 3}}', "plan.json: expected a plan as to_json writes it, but got"),

@@ -72,8 +72,12 @@ def test_as_a_person_reads_it():
     ("devices", "sizes", "said"),
     [
         ((Device(),), (), "a cluster with at least one level, but got none"),
-        ((Device("a"), Device("b")), (2,), "devices of one kind on each host, but got several on host 0"),
-        ((Device("a"), Device("a", 8.0)), (1, 2), "the same figures for all devices of kind 'a', but got others"),
+        ((Device("a"), Device("b")), (2,), "devices of one kind on each host, but got several kinds on host 0"),
+        (
+            (Device("a"), Device("a", 8.0)),
+            (1, 2),
+            "the same figures for all devices of kind 'a', but got different ones",
+        ),
     ],
 )
 def test_what_the_format_cannot_say(devices, sizes, said):

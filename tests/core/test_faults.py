@@ -53,17 +53,17 @@ DAMAGE = [
     (0, "0F0 0F0>1 0F1 0F1>1 0B0<1 0B0 0B1<1 0B1 0U@1 7F0", (K.STRAY, 0, 9, "7F0: there is no such stage")),
     (0, "0F0 0F0>1 0F1 0F1>1 0F2 0B0<1 0B0 0B1<1 0B1 0U@1", (K.STRAY, 0, 4, "0F2: there is no such micro-batch")),
     (0, "0F0 0F0>1 1F0 0F1 0F1>1 0B0<1 0B0 0B1<1 0B1 0U@1", (K.STRAY, 0, 2, "1F0: stage 1 belongs to rank 1")),
-    (1, "1F0<0 1F0 1F0>0 1B0 1B0>0 1F1<0 1F1 1B1 1B1>0 1U@1", (K.STRAY, 1, 2, "1F0>0: no data flows")),
-    (0, "0F0 0F0>1.1 0F1 0F1>1 0B0<1 0B0 0B1<1 0B1 0U@1", (K.STRAY, 0, 1, "0F0>1.1: no data flows")),
+    (1, "1F0<0 1F0 1F0>0 1B0 1B0>0 1F1<0 1F1 1B1 1B1>0 1U@1", (K.STRAY, 1, 2, "1F0>0: these two exchange no")),
+    (0, "0F0 0F0>1.1 0F1 0F1>1 0B0<1 0B0 0B1<1 0B1 0U@1", (K.STRAY, 0, 1, "0F0>1.1: these two exchange no")),
     (1, "1F0<0 1F0 1B0 1B0>0 1F1<0 1F1 1B1>0 1U@1", (K.MISSING, 1, -1, "1B1 is missing")),
     (0, "0F0>1 0F1 0F1>1 0B0<1 0B0 0B1<1 0B1 0U@1", (K.MISSING, 0, -1, "0F0 is missing")),
     (1, "1F0<0 1F0 1I0 1B0>0 1F1<0 1F1 1B1 1B1>0 1U@1", (K.MISSING, 1, -1, "1W0 is missing")),
-    (1, "1F0<0 1F0 1B0 1B0>0 1F1<0 1F1 1B0 1B1 1B1>0 1U@1", (K.DOUBLED, 1, 6, "1B0: stands here a second time")),
-    (1, "1F0<0 1F0 1B0 1B0>0 1W0 1F1<0 1F1 1B1 1B1>0 1U@1", (K.DOUBLED, 1, 4, "1W0: a full backward has made this")),
-    (0, "0F0 0F0>1 0F1 0F1>1 0F0>1 0B0<1 0B0 0B1<1 0B1 0U@1", (K.DOUBLED, 0, 4, "0F0>1: stands here a second time")),
+    (1, "1F0<0 1F0 1B0 1B0>0 1F1<0 1F1 1B0 1B1 1B1>0 1U@1", (K.DOUBLED, 1, 6, "1B0: occurs a second time")),
+    (1, "1F0<0 1F0 1B0 1B0>0 1W0 1F1<0 1F1 1B1 1B1>0 1U@1", (K.DOUBLED, 1, 4, "1W0: a full backward computes this")),
+    (0, "0F0 0F0>1 0F1 0F1>1 0F0>1 0B0<1 0B0 0B1<1 0B1 0U@1", (K.DOUBLED, 0, 4, "0F0>1: occurs a second time")),
     (1, "1F0<0 1B0 1F0 1B0>0 1F1<0 1F1 1B1 1B1>0 1U@1", (K.ORDER, 1, 1, "1B0: its forward comes later")),
     (1, "1F0<0 1F0 1W0 1I0 1B0>0 1F1<0 1F1 1B1 1B1>0 1U@1", (K.ORDER, 1, 2, "1W0: its input gradient comes later")),
-    (0, "0F0>1 0F0 0F1 0F1>1 0B0<1 0B0 0B1<1 0B1 0U@1", (K.ORDER, 0, 0, "0F0>1: is sent before it is made")),
+    (0, "0F0>1 0F0 0F1 0F1>1 0B0<1 0B0 0B1<1 0B1 0U@1", (K.ORDER, 0, 0, "0F0>1: is sent before it is computed")),
     (1, "1F0<0 1F0 1B0 1B0>0 1F1 1F1<0 1B1 1B1>0 1U@1", (K.ORDER, 1, 5, "1F1<0: is received after it was used")),
     (1, "1F0<0 1F0&1B0 1B0>0 1F1<0 1F1 1B1 1B1>0 1U@1", (K.ORDER, 1, 1, "1B0: overlaps the forward it needs")),
     (0, "0F0 0F1 0F1>1 0B0<1 0B0 0B1<1 0B1 0U@1", (K.PARTNER, 0, -1, "0F0>1 is missing; send it")),
@@ -77,7 +77,7 @@ DAMAGE = [
     (
         0,
         "0F0 0B0<1 0B0 0F0>1 0F1 0F1>1 0B1<1 0B1 0U@1",
-        (K.DEADLOCK, 0, 1, "0B0<1: deadlock: waits for rank 1, which stands at 1F0<0"),
+        (K.DEADLOCK, 0, 1, "0B0<1: deadlock: waits for rank 1, which is at 1F0<0"),
     ),
 ]
 
@@ -106,7 +106,7 @@ COMPUTE = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
 @pytest.mark.parametrize(
     ("lines", "fault"),
     [
-        (("0F0 0F1 0B0 0B1 0F1", COMPUTE[1]), (K.DOUBLED, 0, 4, "0F1: stands here a second time")),
+        (("0F0 0F1 0B0 0B1 0F1", COMPUTE[1]), (K.DOUBLED, 0, 4, "0F1: occurs a second time")),
         (("0F0 0F1 0B0", COMPUTE[1]), (K.MISSING, 0, -1, "0B1 is missing")),
         ((COMPUTE[0], "1F0 1F1 1B1"), (K.MISSING, 1, -1, "1B0 is missing")),
         ((COMPUTE[0], "1B0 1F0 1F1 1B1"), (K.ORDER, 1, 0, "1B0: its forward comes later")),
@@ -195,7 +195,7 @@ def test_a_gradient_may_not_slip_into_the_round_before() -> None:
     slipped = check(written(shape, "0F0 0B0 0F1 0F2 0B2 0B1 0U@1 0F3 0B3 0U@2"))
     assert places(slipped) == {(K.UPDATE, 0, 4)}
     assert slipped.faults[0].message.startswith("0B2: its gradient would go into version 1")
-    assert slipped.faults[0].message.endswith("move it behind 0U@1")
+    assert slipped.faults[0].message.endswith("move it after 0U@1")
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,8 @@ def test_1f1b_deadlocks_with_sends_that_wait() -> None:
     assert places(report) == {(K.DEADLOCK, 0, 1), (K.DEADLOCK, 1, 1)}
     said = [fault.message for fault in report.faults]
     assert said == [
-        "0F1>1: deadlock: waits for rank 1, which stands at 1B0>0",
-        "1B0>0: deadlock: waits for rank 0, which stands at 0F1>1",
+        "0F1>1: deadlock: waits for rank 1, which is at 1B0>0",
+        "1B0>0: deadlock: waits for rank 0, which is at 0F1>1",
     ]
 
 

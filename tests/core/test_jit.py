@@ -13,11 +13,11 @@ import pytest
 
 import penstock
 from penstock import schedule, simulate
-from penstock.core import jit, lower, marks, match
-from penstock.core.laws import census, versions
+from penstock.core import jit, lower, match, memory_events
+from penstock.core.laws import action_index, versions
 from penstock.simulator import run
 
-KERNELS = (lower._emit, match._match, census._count, versions._read, run._clock, marks._mark)
+KERNELS = (lower._emit, match._match, action_index._count, versions._read, run._clock, memory_events._find)
 METHODS = ["naive", "gpipe", "1f1b", "dapple", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "2bw", "pipemare"]
 
 
@@ -61,14 +61,14 @@ def test_a_loop_of_small_calls_is_compiled_when_its_rows_add_up(monkeypatch):
 COUNT = """
 import numpy as np
 from penstock import schedule
-from penstock.core import jit, marks
+from penstock.core import jit, memory_events
 from penstock.core.lower import lower
 
 jit.COMPILE_FROM = 0
 full = lower(schedule("1f1b", stages=2, microbatches=2))
-found = marks.marks(full)
-stats = marks._mark.compiled.stats
-print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), int(found.sum()))
+events = memory_events.memory_events(full)
+stats = memory_events._find.compiled.stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), int(events.sum()))
 """
 
 

@@ -124,7 +124,7 @@ def test_shape_json_and_slots():
     assert shape.slot_rank.tolist() == [0, 0, 1, 2, 2, 2]
     assert shape.slot_replica.tolist() == [0, 1, 0, 0, 1, 2]
     assert [shape.slot(s, r) for s, r in ((0, 1), (1, 0), (2, 2))] == [1, 2, 5]
-    assert [shape.rounds(stage) for stage in range(3)] == [3, 5, 2]
+    assert shape.stage_updates.tolist() == [3, 5, 2]
 
 
 def test_timeline_json_keeps_times_and_memory():

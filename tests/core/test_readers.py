@@ -23,9 +23,10 @@ from penstock.core.timeline import Timeline
 from penstock.core.torch_text import from_torch_csv, to_torch_csv
 from penstock.errors import FormatError, PenstockError
 from penstock.reports.figures import headline
+from penstock.reports.gantt import gantt
 from penstock.reports.html import html
 from penstock.reports.svg import svg
-from penstock.reports.terminal import gantt, summary
+from penstock.reports.tables import summary
 from penstock.reports.trace import trace
 
 EACH, BLOCKS = 250, 4

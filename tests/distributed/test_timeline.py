@@ -14,10 +14,10 @@ from timeline_rank import BACKWARD, FORWARD, SCHEDULES
 from penstock.core.action import Op
 from penstock.core.match import match
 from penstock.core.timeline import Timeline
+from penstock.reports.gantt import gantt
 from penstock.reports.html import html
-from penstock.reports.memory import memory_table
 from penstock.reports.svg import svg
-from penstock.reports.terminal import gantt, summary
+from penstock.reports.tables import memory_table, summary
 from penstock.reports.trace import trace
 
 PROGRAM = Path(__file__).with_name("timeline_rank.py")

@@ -20,7 +20,7 @@ from freed import give_back_what_is_freed
 from penstock import Pipeline, Schedule
 from penstock.core.action import Op
 from penstock.core.cost import Footprint, flat_costs
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.core.memory import activation_changes
 from penstock.engine.observer import Observer
 
@@ -57,14 +57,14 @@ class Order(Observer):
     """The compute rows of a run, in the order in which the engine runs them."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[ActionRow] = []
 
-    def before(self, row: Row) -> None:
+    def before(self, row: ActionRow) -> None:
         if row.op <= Op.FB:
             self.rows.append(row)
 
 
-def predicted(schedule: Schedule, order: list[Row], layer: int, one: int, layers: int, again: bool) -> float:
+def predicted(schedule: Schedule, order: list[ActionRow], layer: int, one: int, layers: int, again: bool) -> float:
     """The highest sum over all ranks of what the memory model says, in the order in which the engine runs."""
     costs = flat_costs(schedule.shape, recompute=again)
     full = np.full(schedule.shape.stages, float(layer * layers))

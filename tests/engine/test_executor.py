@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock
 from penstock.core.action import Op
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine.observer import Observer
 from penstock.errors import InputError
 
@@ -23,17 +23,17 @@ class Recorder(Observer):
     """Keeps the slot and the row of everything that has run."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, Row]] = []
+        self.rows: list[tuple[int, ActionRow]] = []
         self.slot = -1
 
     def begin(self, slot: int) -> None:
         self.slot = slot
 
-    def after(self, row: Row) -> None:
+    def after(self, row: ActionRow) -> None:
         self.rows.append((self.slot, row))
 
     @property
-    def compute(self) -> list[tuple[int, Row]]:
+    def compute(self) -> list[tuple[int, ActionRow]]:
         return [(slot, row) for slot, row in self.rows if row.op <= Op.FB]
 
 
@@ -101,7 +101,7 @@ def test_an_observer_that_counts_rows():
         def __init__(self) -> None:
             self.rows: Counter[Op] = Counter()
 
-        def after(self, row: Row) -> None:
+        def after(self, row: ActionRow) -> None:
             self.rows[row.op] += 1
 
     pipe, count = pipeline("zb-h1", 2), Count()
@@ -119,4 +119,4 @@ def test_rows_that_are_not_built_are_refused_by_name():
     executor = pipeline("1f1b", 2).executor
     for op, what in ((Op.REDUCE, "replicated"), (Op.UNSHARD, "sharded"), (Op.RESHARD, "sharded")):
         with pytest.raises(InputError, match=what):
-            executor.run([[Row(op, 0, -1, 1, -1)], []])
+            executor.run([[ActionRow(op, 0, -1, 1, -1)], []])

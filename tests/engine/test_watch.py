@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.action import Op
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine.watch.blame import blame
 from penstock.engine.watch.board import EVERYBODY, Board, Page, Slot, State
 from penstock.engine.watch.failure import Failure
@@ -127,7 +127,7 @@ def test_where_a_rank_is_in_words():
     assert page.place == "before its first step"
     board.name_stages([5, 2])
     assert page.place == "before its first step (stages 2, 5)"
-    board.doing(Row(Op.B, 5, 3, 0, -1))
+    board.doing(ActionRow(Op.B, 5, 3, 0, -1))
     assert page.place == "in 5B3 (stage 5, micro-batch 3)"
     board.outside()
     board.outside()
@@ -307,7 +307,7 @@ def test_a_clean_run_exits_0_and_leaves_nothing(tmp_path):
 
 def test_saying_what_comes_next_costs_less_than_a_microsecond():
     doing, best = Board().doing, 1e9
-    rows = [Row(Op.F, 1, part, 0, -1) for part in range(10_000)]
+    rows = [ActionRow(Op.F, 1, part, 0, -1) for part in range(10_000)]
     for _ in range(20):
         began = time.thread_time_ns()
         for row in rows:
@@ -319,7 +319,7 @@ def test_saying_what_comes_next_costs_less_than_a_microsecond():
 def test_a_board_is_read_by_others_while_it_changes():
     board = Board()
     page = Page(board.file.path)
-    board.doing(Row(Op.B, 0, 0, 0, -1))
+    board.doing(ActionRow(Op.B, 0, 0, 0, -1))
     board.wait(3, time.monotonic_ns() - 2_000_000_000)
     board.beat()
     sight = look(page, os.getpid())
@@ -330,9 +330,9 @@ def test_a_board_is_read_by_others_while_it_changes():
         False,
     )
     assert 2.0 <= sight.waited < 3.0
-    board.doing(Row(Op.RECV_F, 1, 6, 2, 0))
+    board.doing(ActionRow(Op.RECV_F, 1, 6, 2, 0))
     assert look(page, os.getpid()).row == "1F6<0@2 (stage 1, micro-batch 6)"
-    board.doing(Row(Op.UPDATE, 1, -1, 3, -1))
+    board.doing(ActionRow(Op.UPDATE, 1, -1, 3, -1))
     assert look(page, os.getpid()).row == "1U@3 (stage 1)"
     board.outside()
     assert look(page, os.getpid()).row == ""
@@ -387,7 +387,7 @@ def test_the_time_in_which_a_process_was_itself_stopped_does_not_count():
 
 def test_a_rank_that_failed_itself_goes_nowhere(capsys):
     watch = Watch(1, 2)
-    watch.doing(Row(Op.B, 1, 2, 0, -1))
+    watch.doing(ActionRow(Op.B, 1, 2, 0, -1))
     try:
         raise KeyError("weights")
     except KeyError as error:

@@ -14,9 +14,9 @@ import recursion_models
 from operators import OPERATORS, ready, values
 from penstock.core.action import Op
 from penstock.core.check import check
-from penstock.core.endless import Endless
 from penstock.core.loop import Loop
-from penstock.core.schedule import Rows
+from penstock.core.lowered_loop import LoweredLoop
+from penstock.core.schedule import ScheduleRows
 from penstock.engine.weights.select import VersionedWeights
 from penstock.engine.weights.ties import TiedWeights
 from penstock.model.split_backward import WeightQueue, deferring
@@ -50,7 +50,7 @@ class Piece:
 
     def __init__(self, module: nn.Module, around, halved: bool) -> None:
         self.module, self.around, self.halved = module, around, halved
-        endless = Endless(penstock.loop("pipedream", stages=STAGES))
+        endless = LoweredLoop(penstock.loop("pipedream", stages=STAGES))
         self.weights = VersionedWeights(endless, {0: list(module.parameters())}, TiedWeights([], {0}, None))
         self.made: dict[int, tuple[Tensor, Tensor, WeightQueue]] = {}
         self.versions = [values(module)]
@@ -141,8 +141,8 @@ def halves(loop: Loop) -> Loop:
     return replace(loop, fill=tuple(fill), body=tuple(body))
 
 
-def _rows(actions: list[tuple[int, int, int, int]]) -> Rows:
-    return Rows.compute(*zip(*actions, strict=True))
+def _rows(actions: list[tuple[int, int, int, int]]) -> ScheduleRows:
+    return ScheduleRows.compute(*zip(*actions, strict=True))
 
 
 @pytest.mark.parametrize(("kind", "n"), [("chain", 4), ("tied chain", 3), ("conv", 3), ("gpt", 2)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from penstock.core.between import all_reduce, hand_over
+from penstock.core.group_costs import group_all_reduce, group_transfer
 from penstock.planners.latency import latency
 from penstock.planners.placement import machines, placements, rest
 
@@ -18,13 +18,13 @@ def price(profile, cluster, microbatches, placed):
         held = sum(2 * x.parameter_bytes + x.buffer_bytes + x.optimizer_bytes + x.kept_bytes / n for x in layers)
         if held > min(cluster.devices[d].memory for d in devices):
             return inf
-        each, wait = all_reduce(cluster, devices)
+        each, wait = group_all_reduce(cluster, devices)
         forward.append(sum(x.forward for x in layers) / pace)
         backward.append(sum(x.input_grad + x.weight_grad for x in layers) / pace)
         reduce.append(each * sum(x.parameter_bytes for x in layers) + wait)
         if last < len(profile.layers):
             senders = {a for a, b in profile.edges if first <= a < last <= b}
-            seconds, wait = hand_over(cluster, devices, placed[at + 1][1])
+            seconds, wait = group_transfer(cluster, devices, placed[at + 1][1])
             hop = seconds * sum(profile.layers[a].output_bytes for a in senders) + wait
             forward, backward, reduce = [*forward, hop], [*backward, hop], [*reduce, 0.0]
         first = last

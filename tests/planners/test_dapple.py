@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from penstock import Cluster, Device, InputError, Level, schedule, simulate
-from penstock.core.between import all_reduce, hand_over
 from penstock.core.cluster_file import read_cluster
 from penstock.core.cost import plan_costs
+from penstock.core.group_costs import group_all_reduce, group_transfer
 from penstock.core.shape import common_rows
 from penstock.planners import dapple_search
 from penstock.planners.balance import balance
@@ -146,11 +146,11 @@ def test_the_planner_prices_stages_and_hops_as_the_simulator_does():
         costs = plan_costs(built.shape, profile, plan, cluster)
         for s, mine in enumerate(plan.devices):
             devices = [slot[0] for slot in mine]
-            each, wait = all_reduce(cluster, devices)
+            each, wait = group_all_reduce(cluster, devices)
             size = sum(x.parameter_bytes for x in profile.layers[plan.stages[s].first : plan.stages[s].last + 1])
             assert each * size + wait == pytest.approx(costs.reduce[s])
-        assert hand_over(cluster, [0], [1]) == (0.25, 0.1)
-        assert hand_over(cluster, [0, 1], [2, 3]) == (0.5 if shared else 0.25, 0.5)  # half the rows a pair
+        assert group_transfer(cluster, [0], [1]) == (0.25, 0.1)
+        assert group_transfer(cluster, [0, 1], [2, 3]) == (0.5 if shared else 0.25, 0.5)  # half the rows a pair
 
 
 def simulated(outcome_profile, plan, cluster, policy):

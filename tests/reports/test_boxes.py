@@ -7,11 +7,11 @@ import pytest
 from timelines import CASES, hand_made, plain, predicted
 
 from penstock.core.action import COMPUTE, Op
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.reports.boxes import beside, busy, waits
 from penstock.reports.curves import curves
 from penstock.reports.hops import hops
-from penstock.reports.lanes import lanes
+from penstock.reports.trace import assign_lanes
 
 
 def test_a_box_for_every_busy_action():
@@ -88,7 +88,7 @@ def test_a_pair_holds_what_both_halves_need():
     for box in np.flatnonzero(boxes.op == Op.FB):
         curve = found[boxes.slot[box]]
         at = np.searchsorted(curve.times, (boxes.start[box] + boxes.end[box]) / 2) - 1
-        assert curve.levels[Kind.RECOMPUTE][at] > 0
+        assert curve.levels[MemoryKind.RECOMPUTE][at] > 0
 
 
 def test_thinned_curves_are_short():
@@ -106,17 +106,17 @@ def test_lanes_never_hold_two_at_once():
     slot = random.integers(0, 3, 200).astype(np.int32)
     start = random.uniform(0, 20, 200)
     end = start + random.uniform(0, 3, 200)
-    lane = lanes(slot, start, end)
+    lane = assign_lanes(slot, start, end)
     for place in set(zip(slot.tolist(), lane.tolist(), strict=True)):
         mine = np.flatnonzero((slot == place[0]) & (lane == place[1]))
         mine = mine[np.argsort(start[mine])]
         assert (end[mine][:-1] <= start[mine][1:]).all()
-    assert lanes(slot[:0], start[:0], end[:0]).tolist() == []
+    assert assign_lanes(slot[:0], start[:0], end[:0]).tolist() == []
 
 
 def test_lanes_are_as_few_as_can_be():
     slot = np.zeros(3, dtype=np.int32)
-    assert lanes(slot, np.array([0.0, 1.0, 2.0]), np.array([2.0, 3.0, 4.0])).tolist() == [0, 1, 0]
+    assert assign_lanes(slot, np.array([0.0, 1.0, 2.0]), np.array([2.0, 3.0, 4.0])).tolist() == [0, 1, 0]
 
 
 def test_clocks_that_disagree_with_the_list_are_sorted():

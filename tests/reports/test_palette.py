@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.core.action import Op
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.reports.describe import KIND_WORDS, LETTERS, WORDS
 from penstock.reports.palette import FILLS, KIND_FILLS, STACK, contrast, ink, rgb, shade
 
@@ -53,4 +53,4 @@ def test_later_chunks_are_paler():
 
 def test_everything_has_a_colour_and_words():
     assert set(FILLS) == set(WORDS) == set(LETTERS) == set(Op)
-    assert set(KIND_FILLS) == set(KIND_WORDS) == set(STACK) == set(Kind)
+    assert set(KIND_FILLS) == set(KIND_WORDS) == set(STACK) == set(MemoryKind)

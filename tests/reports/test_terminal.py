@@ -12,8 +12,10 @@ from penstock.core.action import Action, Op
 from penstock.core.check import check
 from penstock.core.schedule import Schedule
 from penstock.reports.figures import headline
+from penstock.reports.gantt import gantt
+from penstock.reports.grid import grid
 from penstock.reports.palette import FILLS
-from penstock.reports.terminal import gantt, grid, summary
+from penstock.reports.tables import summary
 from penstock.schedules.registry import schedule
 from penstock.simulator.simulate import simulate
 

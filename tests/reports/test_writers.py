@@ -12,9 +12,11 @@ from rich.console import Console
 from timelines import CASES, HOSTILE, hostile, plain
 
 from penstock.errors import InputError
+from penstock.reports.gantt import gantt
+from penstock.reports.grid import grid
 from penstock.reports.html import html
 from penstock.reports.svg import svg
-from penstock.reports.terminal import gantt, grid, summary
+from penstock.reports.tables import summary
 from penstock.reports.trace import trace
 
 

@@ -27,7 +27,7 @@ from penstock import (
 )
 from penstock.core import jit
 from penstock.core.cost import flat_costs, plan_costs
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.simulator.simulate import simulate_costs
 
 NAMES = ["naive", "gpipe", "1f1b", "dapple", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "2bw", "pipemare"]
@@ -194,9 +194,9 @@ def test_memory_by_kind_follows_the_plan():
     built = schedule("zb-h1", stages=4, microbatches=4)
     line = simulate(built, profile=profile, plan=plan, cluster=two_hosts(False))
     memory = line.memory
-    assert memory.standing[Kind.WEIGHTS].tolist() == [6.0] * 4
-    assert memory.peak(line.schedule, [Kind.GRADIENTS]).tolist() == [6.0] * 4
-    assert memory.peak(line.schedule, [Kind.ACTIVATIONS]).tolist() == [4 * 8.0, 3 * 8.0, 2 * 8.0, 8.0]
+    assert memory.standing[MemoryKind.WEIGHTS].tolist() == [6.0] * 4
+    assert memory.peak(line.schedule, [MemoryKind.GRADIENTS]).tolist() == [6.0] * 4
+    assert memory.peak(line.schedule, [MemoryKind.ACTIVATIONS]).tolist() == [4 * 8.0, 3 * 8.0, 2 * 8.0, 8.0]
     assert line.peak_activations.tolist() == [(4 - r) * 8.0 + r * 4.0 for r in range(4)]
     for kind, level in memory.ended.items():
         last = line.schedule.starts[1:] - 1
@@ -208,8 +208,13 @@ def test_memory_of_weight_versions():
     built = schedule("pipedream", stages=4, batches=12)
     line = simulate(built, profile=profile, plan=plan, cluster=two_hosts(False))
     assert line.weight_versions.tolist() == [4, 3, 2, 1]
-    assert line.memory.peak(line.schedule, [Kind.VERSIONS]).tolist() == [18.0, 12.0, 6.0, 0.0]
-    assert line.memory.peak(line.schedule, [Kind.WEIGHTS, Kind.VERSIONS]).tolist() == [24.0, 18.0, 12.0, 6.0]
+    assert line.memory.peak(line.schedule, [MemoryKind.VERSIONS]).tolist() == [18.0, 12.0, 6.0, 0.0]
+    assert line.memory.peak(line.schedule, [MemoryKind.WEIGHTS, MemoryKind.VERSIONS]).tolist() == [
+        24.0,
+        18.0,
+        12.0,
+        6.0,
+    ]
 
 
 def test_recompute_costs_a_forward_and_keeps_inputs():
@@ -217,7 +222,7 @@ def test_recompute_costs_a_forward_and_keeps_inputs():
     bare, again = simulate(built), simulate(built, recompute=True, recompute_memory=0.25)
     assert again.work.tolist() == [value + 4 for value in bare.work.tolist()]
     assert again.peak_activations.tolist() == [2 * 0.25 + 0.75, 1.0]
-    assert again.memory.peak(again.schedule, [Kind.RECOMPUTE]).tolist() == [0.75, 0.75]
+    assert again.memory.peak(again.schedule, [MemoryKind.RECOMPUTE]).tolist() == [0.75, 0.75]
 
 
 def test_utilisation_is_the_mean_share_of_busy_ranks():
@@ -306,8 +311,8 @@ def test_a_plans_reduction_takes_the_rings_time_at_the_level_that_joins_the_repl
 
 def test_memory_counts_buffers_and_optimizer_state():
     memory = replicated(1).memory
-    assert memory.standing[Kind.WEIGHTS].tolist() == [70.0, 70.0]
-    assert memory.standing[Kind.OPTIMIZER].tolist() == [120.0, 120.0]
+    assert memory.standing[MemoryKind.WEIGHTS].tolist() == [70.0, 70.0]
+    assert memory.standing[MemoryKind.OPTIMIZER].tolist() == [120.0, 120.0]
 
 
 def test_a_tensor_group_is_as_slow_as_its_slowest_device():

@@ -12,7 +12,7 @@ import pytest
 from penstock import Cluster, Device, InputError, Layer, Level, Plan, Profile, StagePlan, breakdown, schedule, simulate
 from penstock.core.action import Op
 from penstock.core.cost import plan_costs
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 
 LAYER = {"output_bytes": 5, "kept_bytes": 8, "kept_until_weight_bytes": 3, "parameter_bytes": 7}
 PROFILE = Profile(tuple(Layer(name, 2, 3, 1, **LAYER) for name in "ab"))
@@ -29,7 +29,7 @@ def run(name, microbatches, *stages, host=2.0, **device):
     return simulate(schedule(name, stages=2, microbatches=microbatches), profile=PROFILE, plan=plan, cluster=cluster)
 
 
-def activations(line, kind=Kind.ACTIVATIONS):
+def activations(line, kind=MemoryKind.ACTIVATIONS):
     return line.memory.peak(line.schedule, (kind,)).tolist()
 
 
@@ -59,7 +59,7 @@ def test_what_is_kept_leaves_after_the_forward_and_comes_back_for_the_backward()
     offloaded, plain = run("gpipe", 4), run("gpipe", 4, StagePlan(0, 0), StagePlan(1, 1))
     assert activations(plain) == [32, 32]
     assert activations(offloaded) == [16, 32]
-    begun, ended = (part[Kind.ACTIVATIONS] for part in (offloaded.memory.begun, offloaded.memory.ended))
+    begun, ended = (part[MemoryKind.ACTIVATIONS] for part in (offloaded.memory.begun, offloaded.memory.ended))
     mine = (offloaded.schedule.slot_of_rows() == 0) & (offloaded.schedule.rows.op <= Op.W)
     assert begun[mine].tolist() == [16] * 8
     assert ended[mine].tolist() == [8] * 7 + [0]
@@ -68,7 +68,7 @@ def test_what_is_kept_leaves_after_the_forward_and_comes_back_for_the_backward()
 def test_what_an_input_gradient_leaves_stays_until_the_weight_gradient():
     """ZB-H1's rank 1, two stages: F I F I W W: after both I, 2 x 3 bytes are held whether offloaded or not."""
     stages = (StagePlan(0, 0), StagePlan(1, 1, offload=True))
-    assert activations(run("zb-h1", 4, *stages), Kind.HELD) == activations(run("zb-h1", 4), Kind.HELD)
+    assert activations(run("zb-h1", 4, *stages), MemoryKind.HELD) == activations(run("zb-h1", 4), MemoryKind.HELD)
     assert activations(run("zb-h1", 4, *stages))[1] == 16
 
 
@@ -78,7 +78,7 @@ def test_a_stage_that_recomputes_moves_its_inputs_alone():
     assert line.costs.host_copy.tolist() == [0, 2.5]
     assert [line.costs.seconds(op)[1] for op in (Op.F, Op.B, Op.I)] == [2.5, 6, 5]
     assert activations(line)[1] == 10
-    assert activations(line, Kind.RECOMPUTE)[1] == 3
+    assert activations(line, MemoryKind.RECOMPUTE)[1] == 3
 
 
 def test_the_speed_of_a_device_is_not_that_of_its_way_to_the_host():
@@ -129,6 +129,6 @@ def test_nothing_stays_and_never_more_than_without(name):
     plain = run(name, 6, StagePlan(0, 0), StagePlan(1, 1))
     line = run(name, 6)
     last = line.schedule.starts[1:] - 1
-    assert np.allclose([line.memory.ended[kind][last] for kind in (Kind.ACTIVATIONS, Kind.HELD)], 0)
+    assert np.allclose([line.memory.ended[kind][last] for kind in (MemoryKind.ACTIVATIONS, MemoryKind.HELD)], 0)
     assert activations(line)[0] == 16
     assert activations(line)[1] == activations(plain)[1]

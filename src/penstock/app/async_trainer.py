@@ -21,7 +21,7 @@ import torch
 from penstock.app.async_updates import StageUpdates
 from penstock.app.loop_status import LoopStatus
 from penstock.core.action import Op
-from penstock.core.endless import Endless, Row
+from penstock.core.lowered_loop import ActionRow, LoweredLoop
 from penstock.engine.executor import Executor
 from penstock.engine.measure.clock import Clock
 from penstock.engine.weights.select import VersionedWeights
@@ -54,7 +54,7 @@ class AsyncTrainer:
         self.pipe, self.executor, self.weights, self.updates = pipe, executor, weights, updates
         self.status, self.clock = status, clock
         self.first = first  # mini-batches that are trained one by one, with a flush: PipeMare's T3
-        self.endless: Endless = weights.endless
+        self.endless: LoweredLoop = weights.endless
         self.passes = 0
         self.batches: dict[int, Batch] = {}  # in flight, by their number in the run
         self.fed = 0
@@ -284,7 +284,7 @@ class AsyncTrainer:
             self._give_up(error)
             raise
 
-    def _mini_batch_of(self, row: Row) -> int:
+    def _mini_batch_of(self, row: ActionRow) -> int:
         """Return whose row it is; an update makes the version behind its mini-batch's."""
         return row.version - 1 if row.op > Op.RECV_B else row.microbatch // self.endless.shape.microbatches
 

@@ -15,7 +15,7 @@ from penstock.app.cluster_devices import count_devices
 from penstock.app.cluster_measure import measure
 from penstock.app.start import launched, saying_once
 from penstock.app.train import require_writable
-from penstock.core.given import whole
+from penstock.core.validation import whole
 from penstock.engine.world import join
 from penstock.errors import InputError
 

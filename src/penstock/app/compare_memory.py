@@ -15,10 +15,10 @@ from penstock.app.gathered import standing
 from penstock.app.pipeline import Pipeline
 from penstock.app.task import Task
 from penstock.core.cost import Footprint, flat_costs
-from penstock.core.endless import Endless
 from penstock.core.loop import Loop
 from penstock.core.lower import lower
-from penstock.core.memory import ACTIVATION_KINDS, Kind, Memory
+from penstock.core.lowered_loop import LoweredLoop
+from penstock.core.memory import ACTIVATION_KINDS, MemoryKind, MemoryUse
 from penstock.core.schedule import Schedule
 from penstock.engine.measure.activation_bytes import ActivationMeter, MicroBatchBytes
 from penstock.engine.weights.select import Held, VersionedWeights
@@ -85,17 +85,17 @@ def fullest(
     built: Schedule | Loop, steps: int, kept: list[MicroBatchBytes], stages: StageBytes, recompute: bool
 ) -> dict[str, float]:
     """Bytes by kind on the rank that holds most; each kind at its own highest."""
-    schedule = lower(built.unroll(min(steps, Endless(built).least + 1)) if isinstance(built, Loop) else built)
+    schedule = lower(built.unroll(min(steps, LoweredLoop(built).least + 1)) if isinstance(built, Loop) else built)
     shape = schedule.shape
     costs = replace(flat_costs(shape), footprint=footprint(kept, stages), recompute=np.full(shape.stages, recompute))
-    memory = Memory.predicted(schedule, costs)
+    memory = MemoryUse.predicted(schedule, costs)
     versions = np.zeros(shape.ranks)
     np.add.at(versions, shape.stage_rank, [stages[at]["versions"] for at in range(shape.stages)])
     by_rank = {
-        "weights": memory.standing[Kind.WEIGHTS],
+        "weights": memory.standing[MemoryKind.WEIGHTS],
         "versions": versions,
-        "gradients": memory.peak(schedule, (Kind.GRADIENTS,)),
-        "optimizer": memory.standing[Kind.OPTIMIZER],
+        "gradients": memory.peak(schedule, (MemoryKind.GRADIENTS,)),
+        "optimizer": memory.standing[MemoryKind.OPTIMIZER],
         "activations": memory.peak(schedule, ACTIVATION_KINDS),
     }
     most = int(np.argmax(sum(by_rank.values(), np.zeros(shape.ranks))))

@@ -18,8 +18,8 @@ from penstock.app.remedies import Remedies, momentum_steps, read_remedies, requi
 from penstock.app.settings import Asked, Wanted, read_schedule, with_edges
 from penstock.core.action import Op
 from penstock.core.check import prove
-from penstock.core.endless import Endless, Row, slot_rows
 from penstock.core.loop import Loop
+from penstock.core.lowered_loop import ActionRow, LoweredLoop, slot_rows
 from penstock.core.schedule import Schedule
 from penstock.core.shape import Law, Shape
 from penstock.engine.executor import Executor, StatusObserver, Updates, WeightSelection, failures_told
@@ -80,7 +80,7 @@ class Engine:
     observers: tuple[Observer, ...]
     clock: Clock | None
     remedies: Remedies
-    rows: tuple[list[list[Row]], list[list[Row]]] | None = None
+    rows: tuple[list[list[ActionRow]], list[list[ActionRow]]] | None = None
     meter: ActivationMeter | None = None
     updates: StageUpdates | None = None
     weights: VersionedWeights | None = None
@@ -107,7 +107,7 @@ def require_sound(chosen: Chosen, edges: tuple[tuple[int, int], ...]) -> None:
     if isinstance(built, Schedule):
         prove(built)
     else:
-        endless = Endless(built)
+        endless = LoweredLoop(built)
         endless.proven(endless.least)
 
 
@@ -126,7 +126,7 @@ def build_engine(chosen: Chosen, ground: Ground, edges: tuple[tuple[int, int], .
     if isinstance(built, Schedule):
         engine = _synchronous(built, ground)
     else:
-        engine = _asynchronous(Endless(built), chosen.remedies, ground)
+        engine = _asynchronous(LoweredLoop(built), chosen.remedies, ground)
     for stage in ground.stages:
         named = [(ground.names[p], p) for p in stage.parameters]
         host = Offload.ACTIVATIONS in stage.settings.offload
@@ -151,12 +151,12 @@ def _synchronous(built: Schedule, ground: Ground) -> Engine:
     return Engine(schedule, executor, observers, clock, Remedies(), (before, updates), meter)
 
 
-def _goes_before(row: Row) -> bool:
+def _goes_before(row: ActionRow) -> bool:
     """Return whether a row sends a gradient to the stage before."""
     return row.op is Op.SEND_B and row.peer == row.stage - 1
 
 
-def _asynchronous(endless: Endless, remedies: Remedies, ground: Ground) -> Engine:
+def _asynchronous(endless: LoweredLoop, remedies: Remedies, ground: Ground) -> Engine:
     endless.proven(endless.least)
     shared = {parameter for group in ground.ties.groups for parameter in group.parameters}
     own = {stage.index: [p for p in ground.optimizers.owned[stage.index] if p not in shared] for stage in ground.stages}
@@ -176,7 +176,7 @@ def _asynchronous(endless: Endless, remedies: Remedies, ground: Ground) -> Engin
     return Engine(endless.loop, executor, observers, clock, remedies, updates=updates, weights=weights, status=status)
 
 
-def _split_in(endless: Endless) -> Callable[[int, int], bool]:
+def _split_in(endless: LoweredLoop) -> Callable[[int, int], bool]:
     """Return which micro-batches of a loop have input and weight gradient apart, on which stages."""
     per_pass = endless.loop.period * endless.shape.microbatches
     split: set[tuple[int, int]] = set()  # stages, and micro-batches of a pass

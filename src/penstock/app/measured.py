@@ -10,7 +10,7 @@ from penstock.app.timed_costs import Timed
 from penstock.core.action import Op
 from penstock.core.cost import Footprint
 from penstock.core.links import FloatArray
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.core.schedule import BoolArray, LongArray, Schedule
 from penstock.core.timeline import Timeline
 from penstock.errors import InputError
@@ -70,7 +70,7 @@ class Measured:
         """Of every rank, the most of all steps but the first; of that where it was the only one."""
         memory = self.predicted(slice(None)).memory  # bytes follow from the order of rows, whatever their times
         assert memory is not None
-        measured = memory.standing[Kind.WEIGHTS] + self.added
+        measured = memory.standing[MemoryKind.WEIGHTS] + self.added
         pairs = zip(memory.peak(self.schedule).tolist(), measured.tolist(), strict=True)
         return [RankMemory(predicted, found) for predicted, found in pairs]
 

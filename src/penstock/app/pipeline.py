@@ -31,8 +31,8 @@ from penstock.app.remedies import NAMES as REMEDIES
 from penstock.app.settings import Wanted, read_course, require_plain_loss
 from penstock.app.state import take_state, whole_state
 from penstock.core.arguments import named, named_fields, parameters_of, refuse_unknown
-from penstock.core.endless import Row
 from penstock.core.loop import Loop
+from penstock.core.lowered_loop import ActionRow
 from penstock.core.schedule import Schedule
 from penstock.core.timeline import Timeline
 from penstock.errors import InputError
@@ -347,7 +347,7 @@ class Pipeline:
         self.buffers.learn(before)
         return loss
 
-    def _run_rows(self, engine: Engine, jobs: list[Job], rows: list[list[Row]]) -> Total:
+    def _run_rows(self, engine: Engine, jobs: list[Job], rows: list[list[ActionRow]]) -> Total:
         """Run the rows of a mini-batch before its updates."""
         if engine.clock is not None:
             engine.clock.forget()

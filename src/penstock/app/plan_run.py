@@ -13,10 +13,10 @@ from penstock.app.score import Scorer
 from penstock.core.arguments import named, parameters_of, refuse_unknown
 from penstock.core.cluster import Cluster
 from penstock.core.cluster_file import read_cluster
-from penstock.core.given import whole
 from penstock.core.json_file import read_json
 from penstock.core.profile import MOST_ROWS, Profile
 from penstock.core.text_profile import read_text_profile
+from penstock.core.validation import whole
 from penstock.errors import InputError
 from penstock.planners.prediction import Prediction
 from penstock.planners.registry import OPTIONS, PLANNERS, find_plan

@@ -21,8 +21,8 @@ from penstock.app.progress import progress_of_samples
 from penstock.app.settings import home_of
 from penstock.app.start import Request, as_worker, rank
 from penstock.app.task import Task
-from penstock.core.given import whole
 from penstock.core.profile import Profile
+from penstock.core.validation import whole
 from penstock.engine.world import join
 from penstock.model.batch import as_call, piece, rows_of, spans
 from penstock.profiler.joined import joined

@@ -13,8 +13,8 @@ from torch import nn
 from penstock.app.optimize import made
 from penstock.app.settings import home_of, read_precision, require_plain_loss
 from penstock.core.arguments import named
-from penstock.core.given import whole
 from penstock.core.profile import Profile
+from penstock.core.validation import whole
 from penstock.errors import InputError
 from penstock.model.batch import as_call, require_device, rows_of
 from penstock.model.loss import Loss, read_loss

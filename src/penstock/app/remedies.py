@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.core.endless import Endless
+from penstock.core.lowered_loop import LoweredLoop
 from penstock.core.shape import Law, Shape
 from penstock.engine.weights.select import Foreseen
 from penstock.errors import InputError
@@ -38,7 +38,7 @@ class Remedies:
     t3: int = 0
     predict: str | None = None
 
-    def rate(self, endless: Endless, stage: int, step: int) -> float:
+    def rate(self, endless: LoweredLoop, stage: int, step: int) -> float:
         """T1's factor for a stage's learning rate at an update."""
         if self.t1 is None:
             return 1.0

@@ -7,8 +7,8 @@ import numpy as np
 from penstock.app.predict import some_batches
 from penstock.app.proofs import Asked, Proofs
 from penstock.core.cluster import Cluster
+from penstock.core.collapse_replicas import collapse_replicas, collapsed_costs
 from penstock.core.cost import plan_costs
-from penstock.core.fold import folded, folded_costs
 from penstock.core.peaks import peaks
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
@@ -47,13 +47,13 @@ class Scorer:
     def _run(self, plan: Plan, profile: Profile, batches: int, whole: bool) -> Timeline:
         chain = {(s, s + 1) for s in range(len(plan.stages) - 1)}
         edges = tuple(sorted(chain | set(profile.crossing(plan.cuts))))
-        replicas = plan.replicas if whole else folded(plan).replicas
+        replicas = plan.replicas if whole else collapse_replicas(plan).replicas
         asked = Asked(plan.schedule, plan.ranks, plan.microbatches, batches, replicas, edges, plan.chunks, plan.options)
         proven = self.proofs.of(asked)
         shape = proven.schedule.shape
         if whole:
             return clock(proven, plan_costs(shape, profile, plan, self.cluster))
-        return clock(proven, folded_costs(shape, profile, plan, self.cluster))
+        return clock(proven, collapsed_costs(shape, profile, plan, self.cluster))
 
 
 def len_of(line: Timeline) -> int:

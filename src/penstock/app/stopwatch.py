@@ -11,7 +11,7 @@ from time import perf_counter
 
 from penstock.app.pipeline import Pipeline
 from penstock.core.action import Op
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine.observer import Observer
 
 Seconds = dict[tuple[Op, int], list[float]]  # by operation and stage
@@ -28,17 +28,17 @@ class Stopwatch(Observer):
         self.asynchronous = pipe.async_trainer is not None
         pipe.observers.add(self)
 
-    def before(self, row: Row) -> None:
+    def before(self, row: ActionRow) -> None:
         self.inside, self.row_begun = 0.0, perf_counter()
 
-    def after(self, row: Row) -> None:
+    def after(self, row: ActionRow) -> None:
         if self.asynchronous and row.op <= Op.FB:
             self.around[row.op, row.stage].append(perf_counter() - self.row_begun - self.inside)
 
-    def stage_begins(self, row: Row) -> None:
+    def stage_begins(self, row: ActionRow) -> None:
         self.stage_begun = perf_counter()
 
-    def stage_ends(self, row: Row) -> None:
+    def stage_ends(self, row: ActionRow) -> None:
         self._note(Op.F if row.op is Op.FB else row.op, row.stage, perf_counter() - self.stage_begun)
 
     def update_begins(self, stage: int) -> None:

@@ -10,7 +10,7 @@ import runpy
 import signal
 import sys
 
-from penstock.interrupt import ending_amid_imports
+from penstock.interrupt import exit_on_interrupt_during_imports
 
 
 def command(module: str, words: list[str]) -> list[str]:
@@ -21,7 +21,7 @@ def command(module: str, words: list[str]) -> list[str]:
 def main() -> None:
     del sys.argv[0]
     try:
-        with ending_amid_imports():
+        with exit_on_interrupt_during_imports():
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         if sys.excepthook is not sys.__excepthook__:

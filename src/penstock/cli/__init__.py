@@ -1,7 +1,7 @@
-"""The command line: one thin subcommand per arrow of the design; files or flags in, a table or JSON out.
+"""The command line: each command takes files or flags and prints a table or JSON.
 
-Nothing heavy is imported before a command needs it, so that `--help` answers at once. Each file beside this one adds
-its commands to `app`; the order of the imports is the order of the help.
+Large modules are imported when a command needs them, so that `--help` is fast. Each module of this package adds its
+commands to `app`; the order of the imports is the order of the help.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import typer
 from penstock.cli import clusters, estimating, planning, profiling, schedules, training, weights
 from penstock.cli.app import app
 from penstock.errors import PenstockError
-from penstock.interrupt import ending_amid_imports
+from penstock.interrupt import exit_on_interrupt_during_imports
 
 __all__ = ["app", "clusters", "estimating", "main", "planning", "profiling", "schedules", "training", "weights"]
 
 
 def main() -> None:
-    """Run a command; an error of penstock's own is one message and exit code 2."""
+    """Run a command. A PenstockError is printed as one message, with exit code 2."""
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a sign gets a question mark
+            stream.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
     try:
-        with ending_amid_imports():
+        with exit_on_interrupt_during_imports():
             try:
                 app()
             finally:
-                sys.stdout.flush()  # here it can still be said that nobody takes it
+                sys.stdout.flush()  # here a failure can still be reported
     except PenstockError as error:
         _refuse(str(error))
     except MemoryError as error:
@@ -46,13 +46,13 @@ def main() -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    with suppress(OSError):  # nobody is there to hear it
+    with suppress(OSError):  # standard error may be closed
         typer.echo(f"penstock: {message}", err=True)
     sys.exit(2)
 
 
 def _open_closed_streams() -> None:
-    """A standard stream that was closed leads nowhere: else the next file that is opened would take its place."""
+    """Open closed standard streams on the null device, so that files opened later do not get their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             try:

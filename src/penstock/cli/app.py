@@ -15,8 +15,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from penstock import __version__
 
         typer.echo(f"penstock {__version__}")
@@ -26,7 +26,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def penstock(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Train a PyTorch model as a pipeline: see, check and price its schedule."""

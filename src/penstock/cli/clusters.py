@@ -1,4 +1,4 @@
-"""Commands about machines: measure those that are here, and show those that are known."""
+"""Commands for clusters: measure this one, list and show presets."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import typer
 from penstock.cli.app import app
 from penstock.cli.flags import AsJson
 
-clusters = typer.Typer(help="Machines: measure what is here, list and show presets.", no_args_is_help=True)
+clusters = typer.Typer(help="Clusters: measure this one, list and show presets.", no_args_is_help=True)
 app.add_typer(clusters, name="cluster")
 
 
 @clusters.command()
 def measure(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the TOML to this file.")] = None,
-    devices: Annotated[int | None, typer.Option(help="CUDA devices, or CPU workers; all, or a core each.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="CUDA devices or CPU workers. Default: all, or one per core.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure memory, transfers and all-reduces of the devices that are here, and write a cluster file.
+    """Measure memory, transfers and all-reduces of this machine's devices, and write a cluster file.
 
-    Under torchrun, on several hosts, also between them.
+    On several hosts, run it under torchrun; links between hosts are then measured too.
 
     Example: `penstock cluster measure -o cluster.toml`
     """
@@ -47,12 +49,12 @@ def list_presets(as_json: AsJson = False) -> None:
 def show(
     name: Annotated[str, typer.Argument(help="A TOML file, or a preset such as dgx-a100.")], as_json: AsJson = False
 ) -> None:
-    """Print a cluster with all its figures, presets filled in.
+    """Print a cluster with all its figures, including those of its preset.
 
     Example: `penstock cluster show dgx-h100`
     """
     from penstock.core.cluster_file import read_cluster
     from penstock.core.cluster_toml import to_toml
 
-    found = read_cluster(name)
-    typer.echo(json.dumps(found.to_json()) if as_json else to_toml(found), nl=as_json)
+    cluster = read_cluster(name)
+    typer.echo(json.dumps(cluster.to_json()) if as_json else to_toml(cluster), nl=as_json)

@@ -1,4 +1,4 @@
-"""Commands that estimate: what a model would cost on hardware that is not here."""
+"""The command that estimates the profile of a model for hardware that is not available."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def estimate(
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32, in place of the config's.")] = None,
     calibration: Annotated[Path | None, typer.Option(help="A TOML file that corrects the device.")] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="Measure the device that is here, and write its calibration.")
+        Path | None, typer.Option(help="Measure this machine's device, and write its calibration.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -56,7 +56,7 @@ def _estimate(
     output: Path | None,
     precision: str | None,
     calibration: Path | None,
-    numbers: bool,
+    print_json: bool,
 ) -> None:
     from rich.console import Console
 
@@ -65,12 +65,12 @@ def _estimate(
     from penstock.app.train import require_writable
 
     require_writable(None if output is None else str(output), "a profile")
-    found = estimate_config(config, device, precision, calibration)
-    write_files(profile=(output, lambda: json.dumps(found.profile.to_json(), indent=2)))
-    if numbers:
-        typer.echo(json.dumps(as_json(found)))
+    estimated = estimate_config(config, device, precision, calibration)
+    write_files(profile=(output, lambda: json.dumps(estimated.profile.to_json(), indent=2)))
+    if print_json:
+        typer.echo(json.dumps(as_json(estimated)))
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(table(found.profile))
-    for line in said(found):
+    console.print(table(estimated.profile))
+    for line in said(estimated):
         console.print(line, highlight=False, soft_wrap=True, markup=False)

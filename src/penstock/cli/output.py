@@ -1,4 +1,4 @@
-"""Where results go: the terminal, and files."""
+"""Output to the terminal and to files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 
 def write_files(**files: tuple[Path | None, Callable[[], str]]) -> None:
-    for file, made in files.values():
+    """Write the text that each function returns to its file, for those that are not None."""
+    for file, text in files.values():
         if file is not None:
-            file.write_text(made(), encoding="utf-8")
+            file.write_text(text(), encoding="utf-8")
             typer.echo(f"wrote {file}", err=True)
 
 
 def draw(line: Timelines, **files: Path | None) -> None:
+    """Draw a timeline, or several, to the files of `svg`, `html` and `trace` that are not None."""
     from penstock.reports.html import html
     from penstock.reports.svg import svg
     from penstock.reports.trace import trace
@@ -40,6 +42,7 @@ def draw(line: Timelines, **files: Path | None) -> None:
 
 
 def terminal() -> Any:
+    """Return a console on standard output."""
     from rich.console import Console
 
     return Console()

@@ -1,4 +1,4 @@
-"""Commands that make profiles."""
+"""The command that measures profiles."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from penstock.cli.app import app
 from penstock.cli.flags import AsJson, ConfigFile
 from penstock.cli.output import write_files
 
-WIDTH = 120  # of tables that no terminal shows
+WIDTH = 120  # columns of tables that are not printed to a terminal
 
 
 @app.command("profile")
 def profile_command(
     config: ConfigFile,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the profile to this JSON file.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Quiet samples to take.")] = 10,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of a process.")] = 1,
+    repetitions: Annotated[int, typer.Option(min=1, help="Undisturbed samples to take.")] = 10,
+    threads: Annotated[int, typer.Option(min=1, help="Threads per process.")] = 1,
     busy: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes that measure at once; the config's stages, if they share these cores."),
+        typer.Option(min=1, help="Processes that measure at once. Default: the stages, if they share these cores."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -40,15 +40,15 @@ def profile_command(
     from penstock.app.train import require_writable
 
     require_writable(None if output is None else str(output), "a profile")
-    found = run(Request(str(config), {}, {"repetitions": repetitions, "threads": threads}), busy, sys.stderr)
-    if isinstance(found, int):
-        raise typer.Exit(found)
-    told = json.dumps(found.profile.to_json(), indent=2)
-    write_files(profile=(output, lambda: told))
+    outcome = run(Request(str(config), {}, {"repetitions": repetitions, "threads": threads}), busy, sys.stderr)
+    if isinstance(outcome, int):
+        raise typer.Exit(outcome)
+    text = json.dumps(outcome.profile.to_json(), indent=2)
+    write_files(profile=(output, lambda: text))
     console = Console(stderr=as_json, width=None if sys.stdout.isatty() else WIDTH)
     if as_json:
-        typer.echo(told)
+        typer.echo(text)
     else:
-        console.print(table(found.profile))
-    for line in said(found):
+        console.print(table(outcome.profile))
+    for line in said(outcome):
         console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""Commands for a schedule by itself: list, print, check, simulate, show."""
+"""Commands for schedules: list, print, check, simulate, show."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from penstock.cli.flags import (
     WeightGrad,
     WeightGradMemory,
 )
-from penstock.cli.given import built_schedule, method_options, numbers, read_schedule, read_timeline, stage_costs
 from penstock.cli.output import draw, terminal
+from penstock.cli.parsing import built_schedule, method_options, numbers, read_schedule, read_timeline, stage_costs
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
@@ -111,12 +111,12 @@ def schedule_command(
 
 @app.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="A schedule as CSV: ours, or PyTorch's.")],
+    file: Annotated[Path, typer.Argument(help="A schedule as CSV, in penstock's or PyTorch's format.")],
     transfers: Annotated[str, typer.Option(help="buffered, in-order or blocking.")] = "buffered",
     memory: Annotated[str | None, typer.Option(help="Cap on every rank's activations, in units of A.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a schedule against every law and point at each fault.
+    """Check a schedule against every law and show each fault.
 
     Example: `penstock check mine.csv --transfers in-order`
     """
@@ -151,7 +151,7 @@ def simulate(
     transfer: Transfer = "0",
     update: Annotated[str, typer.Option(help="Seconds of a rank's optimizer step.")] = "0",
     reduce: Annotated[str, typer.Option(help="Seconds of a rank's gradient reduction over its replicas.")] = "0",
-    recompute: Annotated[bool, typer.Option("--recompute", help="Backwards run their forward again.")] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Backwards recompute their forward.")] = False,
     policy: Policy = None,
     cap: Cap = None,
     overlap: Overlap = False,
@@ -174,18 +174,18 @@ def simulate(
 
     costs = stage_costs(forward, input_grad, weight_grad, transfer, weight_grad_memory)
     if schedule.endswith(".csv"):
-        asked: dict[str, Any] = {"--stages": stages, "--microbatches": microbatches, "--batches": batches}
-        asked |= {
+        shape_flags: dict[str, Any] = {"--stages": stages, "--microbatches": microbatches, "--batches": batches}
+        shape_flags |= {
             "--chunks": chunks,
             "--policy": policy,
             "--cap": cap,
             "--overlap": overlap,
             "--vertical-sync": vertical_sync,
         }
-        asked |= {"--no-stash": no_stash, "--memory": memory, "--replicas": replicas != "1"}
-        given = [flag for flag, value in asked.items() if value]
-        if given:
-            raise InputError("a file to say its own shape", ", ".join(given), "leave these out, or name a method")
+        shape_flags |= {"--no-stash": no_stash, "--memory": memory, "--replicas": replicas != "1"}
+        used = [flag for flag, value in shape_flags.items() if value]
+        if used:
+            raise InputError("a file, which states its shape", ", ".join(used), "omit these, or name a method")
         built = read_schedule(Path(schedule))
     else:
         options = method_options(schedule, policy, cap, overlap, vertical_sync, no_stash, memory, costs)
@@ -200,14 +200,14 @@ def simulate(
         typer.echo(json.dumps(line.figures() | {"breakdown": parts.to_json()}))
         return
     from penstock.reports.gantt import gantt
-    from penstock.reports.summary import summary
+    from penstock.reports.tables import summary
 
     console = terminal()
     console.print(gantt(line, console.width), soft_wrap=True)
     console.print(summary(line))
     shares = " · ".join(f"{part} {share:.1%}" for part, share in parts.shares().items() if share >= 0.0005)
-    whole = "" if built.shape.law is Law.SYNC else ", fill and drain included"
-    console.print(f"where the time goes{whole}: {shares}", highlight=False)
+    scope = "" if built.shape.law is Law.SYNC else ", fill and drain included"
+    console.print(f"where the time goes{scope}: {shares}", highlight=False)
 
 
 @app.command()
@@ -218,18 +218,18 @@ def show(
     html: PictureFile = None,
     trace: PictureFile = None,
 ) -> None:
-    """Draw timelines from files, predicted or measured; several over each other on one time axis.
+    """Draw timelines from files, predicted or measured; several files share one time axis.
 
     Example: `penstock show predicted.json measured.json --svg both.svg`
     """
     lines = [(file.stem, read_timeline(file)) for file in files]
     draw(lines[0][1] if len(lines) == 1 else lines, svg=svg, html=html, trace=trace)
     if as_json:
-        found = [{"file": str(file), **line.figures()} for file, (_, line) in zip(files, lines, strict=True)]
-        typer.echo(json.dumps(found[0] if len(found) == 1 else found))
+        figures = [{"file": str(file), **line.figures()} for file, (_, line) in zip(files, lines, strict=True)]
+        typer.echo(json.dumps(figures[0] if len(figures) == 1 else figures))
         return
     from penstock.reports.gantt import gantt
-    from penstock.reports.summary import summary
+    from penstock.reports.tables import summary
 
     console = terminal()
     for _, line in lines:

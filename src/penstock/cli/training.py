@@ -1,4 +1,4 @@
-"""Commands that train as a config says: train, verify, compare."""
+"""Commands that run a config: train, verify, compare."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Steps, in place of the config's.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the measured run to this HTML file.")] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="Train by this plan, in place of the config's stages and schedule.")
+        Path | None, typer.Option(help="Use this plan in place of the config's stages and schedule.")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(help="Go on from this checkpoint; auto: from the newest of this run, if there is one.")
+        str | None, typer.Option(help="Continue from this checkpoint; auto: from the newest of this run, if any.")
     ] = None,
     inline: Inline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train as a config says: on local workers, one a stage, or as the ranks that torchrun has launched.
+    """Train a config on local workers, one per stage, or on the ranks that torchrun has launched.
 
     Example: `penstock train examples/gpt.toml --steps 50 --report run.html`
     """
     from penstock.app.config_text import read_raw
     from penstock.app.kept_steps import refuse_early
 
-    asked = {
+    overrides = {
         "training.steps": steps,
         "training.report": None if report is None else str(report),
         "training.resume": resume,
     }
-    changes: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
     if plan is not None:
         own = ("stages", "cuts", "chunks", "schedule", "microbatches")
         changes |= {f"pipeline.{name}": None for name in own} | {"pipeline.options": {}, "pipeline.plan": str(plan)}
     section = read_raw(config, changes).get("training")
     if isinstance(section, dict):
         refuse_early(section)
-    from penstock.app.start import Request, start  # with torch
+    from penstock.app.start import Request, start  # imports torch
     from penstock.app.train import train as work
 
     request = Request(str(config), changes, {"json": as_json})
@@ -62,14 +62,14 @@ def verify(
     config: ConfigFile,
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 3,
     as_trained: Annotated[
-        bool, typer.Option("--as-trained", help="In the config's own precision, where rounding grows; else in double.")
+        bool, typer.Option("--as-trained", help="Use the config's precision. Default: double precision.")
     ] = False,
     inline: Inline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train as a pipeline and in one plain process, side by side: how far losses, gradients and weights are apart.
+    """Train as a pipeline and in one plain process, and compare losses, gradients and weights.
 
-    Leaves with 0 where they are the same up to rounding, with 1 where not.
+    The exit code is 0 if they are equal up to rounding, else 1.
 
     Example: `penstock verify examples/gpt.toml --steps 3`
     """
@@ -85,22 +85,22 @@ def verify(
 @app.command()
 def compare(
     config: ConfigFile,
-    methods: Annotated[str | None, typer.Option(help="Names with commas between: plain,1f1b,pipedream,...")] = None,
+    methods: Annotated[str | None, typer.Option(help="Names separated by commas: plain,1f1b,pipedream,...")] = None,
     steps: Annotated[int | None, typer.Option(help="Mini-batches, in place of the config's.")] = None,
     stages: Annotated[
-        int | None, typer.Option("--stages", "-p", help="In place of the config's, whose cuts are then left out.")
+        int | None, typer.Option("--stages", "-p", help="In place of the config's, whose cuts are then ignored.")
     ] = None,
-    t1: Annotated[int | None, typer.Option(help="K of T1: a quarter of the mini-batches unless said.")] = None,
-    t3: Annotated[int | None, typer.Option(help="N of T3: a tenth of the mini-batches unless said.")] = None,
+    t1: Annotated[int | None, typer.Option(help="K of T1. Default: a quarter of the mini-batches.")] = None,
+    t3: Annotated[int | None, typer.Option(help="N of T3. Default: a tenth of the mini-batches.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write loss against samples and time to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write table and pictures to this file.")] = None,
     inline: Inline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train the same model with the same data, seed and budget by each method: speed, memory and loss side by side.
+    """Train the same model by several methods with the same data and seed, and compare speed, memory and loss.
 
-    On local workers, where there are cores for all stages, times are measured; else they are simulated.
-    Leaves with 1 where an exception or the death of a worker ended a method, or none could be trained.
+    Times are measured on local workers if there are cores for all stages, else simulated.
+    The exit code is 1 if an exception or the death of a worker ended a method, or if no method could be trained.
 
     Example: `penstock compare examples/gpt.toml --steps 40 --methods plain,1f1b,pipedream,2bw --html compare.html`
     """
@@ -109,33 +109,33 @@ def compare(
     from penstock.app.start import Request
     from penstock.app.train import require_writable
 
-    asked = {"training.steps": steps, "pipeline.stages": stages}
-    changes: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+    overrides = {"training.steps": steps, "pipeline.stages": stages}
+    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
     if stages is not None:
         changes["pipeline.cuts"] = None
     for file in (svg, html):
         require_writable(None if file is None else str(file), "a picture")
     names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
-    found = work(Request(str(config), changes), Wish(names, t1, t3, inline), sys.stderr)
-    if any(row.losses for row in found.rows):
-        write_files(svg=(svg, found.svg), html=(html, found.html))
-    for text in found.tracebacks():
+    comparison = work(Request(str(config), changes), Wish(names, t1, t3, inline), sys.stderr)
+    if any(row.losses for row in comparison.rows):
+        write_files(svg=(svg, comparison.svg), html=(html, comparison.html))
+    for text in comparison.tracebacks():
         typer.echo(text, err=True)
     if as_json:
-        typer.echo(json.dumps(found.to_json()))
+        typer.echo(json.dumps(comparison.to_json()))
     else:
-        _tell(found)
-    if found.failed:
+        _print_comparison(comparison)
+    if comparison.failed:
         raise typer.Exit(1)
 
 
-def _tell(found: Comparison) -> None:
+def _print_comparison(comparison: Comparison) -> None:
     from rich.console import Console
 
     from penstock.app.comparison import WIDTH
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(found.title, style="bold", highlight=False)
-    console.print(found.table())
-    for line in found.said():
+    console.print(comparison.title, style="bold", highlight=False)
+    console.print(comparison.table())
+    for line in comparison.said():
         console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""Commands that carry weights out of a checkpoint and into one: export, import."""
+"""Commands that export and import the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from penstock.cli.flags import ConfigFile, Inline
 
 @app.command("export")
 def export_weights(
-    checkpoint: Annotated[Path, typer.Argument(help="A directory that a training has saved.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="A directory saved by a training run.", show_default=False)],
     path: Annotated[
         Path,
         typer.Argument(
-            help="Where to: a file that ends in .safetensors, or a directory for a transformers model.",
+            help="The output: a file that ends in .safetensors, or a directory for a transformers model.",
             show_default=False,
         ),
     ],
 ) -> None:
-    """Write a checkpoint's weights for other tools: to one safetensors file, or to a directory for `from_pretrained`.
+    """Write a checkpoint's weights for other tools, to a safetensors file or a directory for `from_pretrained`.
 
     Example: `penstock export checkpoints/step-120 gpt.safetensors`
     """
@@ -41,7 +41,7 @@ def import_weights(
     checkpoint: Annotated[Path, typer.Argument(help="The checkpoint to write.", show_default=False)],
     inline: Inline = False,
 ) -> None:
-    """Write a checkpoint of a config's model with weights from other tools, for a training to begin from.
+    """Write a checkpoint of a config's model with weights from other tools, as a start for training.
 
     Example: `penstock import examples/gpt.toml gpt.safetensors checkpoints/imported`
     """

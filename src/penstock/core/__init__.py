@@ -1,1 +1,4 @@
-"""The nouns and their laws. Nothing here imports torch, and nothing here imports another room."""
+"""Schedules, profiles, clusters, plans and timelines, and the rules they obey.
+
+Nothing here imports torch or another package of penstock.
+"""

@@ -1,12 +1,12 @@
-"""One thing a slot does, and its short word.
+"""One action of a slot, and its notation as a short word.
 
 A word is read as *stage, operation, micro-batch*, then the weight version when it is not 0:
 
     0F3      stage 0 runs the forward of micro-batch 3          0F3@2   the same with weight version 2
     0B3      full backward                                      0I3, 0W3   input gradient, weight gradient apart
     0F5&7B2  forward of stage 0 and backward of stage 7, overlapped as one action
-    0F3>1    stage 0 sends what its forward of 3 made to stage 1    1F3<0   and stage 1 receives it
-    1B3>0    stage 1 sends the gradient back to stage 0             0B3<1   and stage 0 receives it
+    0F3>1    stage 0 sends the output of forward 3 to stage 1       1F3<0   and stage 1 receives it
+    1B3>0    stage 1 sends the gradient back to stage 0            0B3<1   and stage 0 receives it
     0F3>1.2  the same to replica 2 of stage 1 (replica 0 is not written)
     0R@4     stage 0 reduces its gradients over its replicas for version 4
     0U@4     stage 0 updates its weights to version 4
@@ -24,7 +24,7 @@ from penstock.errors import FormatError
 
 
 class Op(IntEnum):
-    """What an action does. The numbers are stored in schedules, so they never change."""
+    """Operation of an action. The numbers are stored in schedules and must not change."""
 
     F = 0
     B = 1
@@ -61,7 +61,7 @@ _FROM_SIGN = {pair: op for op, pair in _TRANSFER_SIGN.items()}
 @named_fields
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one slot: `peer` and `replica` name a transfer's other end, `joined` is the backward of an FB."""
+    """One action of one slot. `peer` and `replica` are a transfer's other end; `joined` is the backward of an FB."""
 
     op: Op
     stage: int
@@ -79,12 +79,12 @@ class Action:
             letter, sign = _TRANSFER_SIGN[self.op]
             replica = f".{self.replica}" if self.replica > 0 else ""
             return f"{self.stage}{letter}{self.microbatch}{sign}{self.peer}{replica}{version}"
-        joined = f"&{self.joined or ''}" if self.op is Op.FB else ""  # an FB that lost its backward is no word
+        joined = f"&{self.joined or ''}" if self.op is Op.FB else ""  # an FB without its backward has no valid word
         return f"{self.stage}{_COMPUTE_LETTER[self.op]}{self.microbatch}{version}{joined}"
 
     @classmethod
     def parse(cls, word: str, where: str = "action") -> Action:
-        """The inverse of `str`."""
+        """Parse a word, the inverse of `str`. `where` names its source in error messages."""
         first, joiner, second = word.strip().partition("&")
         action = cls._parse_one(first, word, where)
         if not joiner:

@@ -1,4 +1,4 @@
-"""Calls with wrong arguments: one message that names the wrong one and the nearest right one."""
+"""Errors for calls with wrong arguments, which name the wrong argument and the closest valid one."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Noun = TypeVar("Noun")
 
-FEW = 12  # names, as many as a message may list
+MOST_LISTED = 12  # argument names in a message
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def named(function: Callable[P, R]) -> Callable[P, R]:
-    """Answer a call that the function cannot take; one that it takes runs as ever, whatever it raises itself."""
+    """Raise ArgumentError for a call whose arguments do not fit the function's signature; other calls are unchanged."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is None:  # not a line of it has run
+            if error.__traceback__ is None or error.__traceback__.tb_next is None:  # the body has not started
                 refuse_call(function, args, kwargs)
             raise
 
@@ -34,44 +34,44 @@ def named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def named_fields(noun: type[Noun]) -> type[Noun]:
-    """The same for what makes an object of a class."""
+    """Apply `named` to the constructor of a class."""
     noun.__init__ = named(noun.__init__)  # type: ignore[method-assign]
     return noun
 
 
 def refuse_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Say what is wrong with a call; nothing where it fits."""
-    signature, known, name = inspect.signature(function), parameters_of(function), _name(function)
+    """Raise ArgumentError for a call that does not fit the function's signature; return if it fits."""
+    signature, names, name = inspect.signature(function), parameters_of(function), _name(function)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         missing = str(error).partition("missing a required")[2].rpartition(": ")[2].strip("'")
-        more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-        if not more or get_close_matches(missing, kwargs.keys() - set(known)):
-            refuse_unknown(name, kwargs, known)
+        takes_options = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+        if not takes_options or get_close_matches(missing, kwargs.keys() - set(names)):
+            refuse_unknown(name, kwargs, names)
         if missing:
             raise ArgumentError(f"{missing}= for {name}", "none", f"give {missing}") from None
         raise ArgumentError(f"arguments that {name} takes", error, "give them by name") from None
 
 
-def refuse_unknown(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse arguments that a function does not take."""
-    every = list(known)
-    unknown = [argument for argument in given if argument not in every]
+def refuse_unknown(name: str, arguments: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raise ArgumentError for arguments that a function does not take."""
+    names = list(allowed)
+    unknown = [argument for argument in arguments if argument not in names]
     if not unknown:
         return
-    near = get_close_matches(unknown[0], every, n=1)
-    few = len(every) <= FEW
-    advice = f"it takes {', '.join(every)}" if few else f"leave it out (help(penstock.{name}) lists what there is)"
+    near = get_close_matches(unknown[0], names, n=1)
+    short = len(names) <= MOST_LISTED
+    advice = f"it takes {', '.join(names)}" if short else f"leave it out (help(penstock.{name}) lists its arguments)"
     advice = f"did you mean {near[0]}?" if near else advice
     raise ArgumentError(f"arguments that {name} takes", ", ".join(map(repr, unknown)), advice)
 
 
 @cache
 def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names that a function takes arguments by, those of its options left out."""
-    every = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in every if p.kind in _NAMED and p.name != "self")
+    """Return the names of a function's parameters, except *args and **kwargs."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in _NAMED and p.name != "self")
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -1,8 +1,8 @@
-"""The machines: devices in nested groups, and what joins them.
+"""A cluster: devices in nested groups, and the links between them.
 
 Level 0 joins the devices of one host, level 1 the hosts, and so on. Two devices meet at the lowest level whose group
-holds both. At a level that is `shared`, all traffic that leaves or enters a group passes one full-duplex uplink and
-waits its turn there; elsewhere every pair of devices has a link of its own.
+contains both. At a level that is `shared`, all traffic that leaves or enters a group is serialized on one full-duplex
+uplink; at other levels every pair of devices has its own link.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from operator import mul
 from typing import Any
 
 from penstock.core.arguments import named_fields
-from penstock.core.given import from_json_of, shown, sized, text, truth, whole
+from penstock.core.validation import from_json_of, shown, sized, text, truth, whole
 from penstock.errors import InputError
 
 MOST_DEVICES = 1_000_000
-SLOWEST = 1e-9  # of speeds and bytes/s, where they are not 0: what is divided by less is beyond all numbers
-REDUCE = ("reduce_bandwidth", "inf")  # how JSON has one without limit: its null says that it is as the bandwidth
+SLOWEST = 1e-9  # smallest speed or bandwidth above 0: dividing by a smaller one may overflow
+REDUCE = ("reduce_bandwidth", "inf")  # an unlimited one in JSON, where null means: the same as `bandwidth`
 
 
 @named_fields
 @dataclass(frozen=True)
 class Device:
-    """One kind of device: bytes of memory, and its speed as a multiple of the one that was profiled.
+    """One kind of device: bytes of memory, and its speed as a multiple of the profiled device's.
 
-    `host_bandwidth` is the bytes/s, each way, between it and its host's memory; 0: nothing can be offloaded.
+    `host_bandwidth` is in bytes/s, each way, between the device and host memory; with 0, nothing can be offloaded.
     """
 
     kind: str = "device"
@@ -63,20 +63,20 @@ class Level:
     size: int
     bandwidth: float
     latency: float = 0.0
-    reduce_bandwidth: float | None = None  # all-reduce may see another figure than a single transfer
+    reduce_bandwidth: float | None = None  # of an all-reduce, where it differs from that of a single transfer
     shared: bool = False
-    reduce_rings: bool = False  # `reduce_bandwidth` is that of two members; n of them run n // 2 rings at once
+    reduce_rings: bool = False  # `reduce_bandwidth` is that of two members; n members run n // 2 rings at once
     reduce_latency: float | None = None  # seconds of one of its 2(n - 1) steps, where it differs from a transfer's
-    blocking: bool = False  # who sends makes the transfer himself and does nothing else meanwhile: shared memory
+    blocking: bool = False  # the sender copies by itself and computes nothing meanwhile: shared memory
 
     def reduce_rate(self, members: int) -> float:
-        """Bytes/s that an all-reduce over so many members sees."""
+        """Return the bandwidth of an all-reduce over `members` devices, in bytes/s."""
         rate = self.bandwidth if self.reduce_bandwidth is None else self.reduce_bandwidth
         return rate * max(1, members // 2) if self.reduce_rings else rate
 
     @property
     def reduce_wait(self) -> float:
-        """Seconds of one step of an all-reduce, however little it carries."""
+        """Latency of one step of an all-reduce, in seconds."""
         return self.latency if self.reduce_latency is None else self.reduce_latency
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Level:
         self._require_figures()
 
     def _require_figures(self) -> None:
-        """Bandwidths above 0, latencies of 0 or more, and none beyond reason."""
+        """Require bandwidths above 0, latencies of 0 or more, and neither too large."""
         for name in ("bandwidth", "latency", "reduce_bandwidth", "reduce_latency"):
             value, least = getattr(self, name), SLOWEST if name.endswith("bandwidth") else 0.0
             if value is not None or not name.startswith("reduce"):
@@ -105,43 +105,43 @@ class Level:
 @named_fields
 @dataclass(frozen=True)
 class Cluster:
-    """Devices numbered host by host, and the levels that join them, innermost first."""
+    """Devices, numbered host by host, and the levels that join them, innermost first."""
 
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
 
     def __post_init__(self) -> None:
-        room = _room(self.levels)
-        if len(self.devices) != room:
-            raise InputError(f"{room} devices, the product of the level sizes", len(self.devices), "make them agree")
+        count = _device_count(self.levels)
+        if len(self.devices) != count:
+            raise InputError(f"{count} devices, the product of the level sizes", len(self.devices), "make them agree")
 
     @classmethod
     def uniform(cls, levels: tuple[Level, ...], device: Device | None = None) -> Cluster:
-        """Equal devices throughout."""
-        return cls((device or Device(),) * _room(levels), levels)
+        """Return a cluster of equal devices."""
+        return cls((device or Device(),) * _device_count(levels), levels)
 
     def __hash__(self) -> int:
-        """Of the levels alone: thousands of devices take long to look at."""
+        """Hash the levels alone, because hashing thousands of devices is slow."""
         return hash(self.levels)
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
-        """Devices in a group of each level, and first the 1 of a device itself."""
+        """Numbers of devices in a group of each level, after a first 1 for a single device."""
         return tuple(accumulate((level.size for level in self.levels), mul, initial=1))
 
     def group(self, device: int, level: int) -> int:
-        """The group of `level` sizes that holds a device; at level 0 the device itself."""
+        """Return which of the groups that `level` joins contains a device; at level 0 the device itself."""
         return device // self.spans[level]
 
     def meeting_level(self, a: int, b: int) -> int:
-        """The lowest level whose group holds both devices."""
+        """Return the lowest level whose group contains both devices."""
         for level, span in enumerate(self.spans[1:]):
             if a // span == b // span:
                 return level
         raise InputError(f"devices below {len(self.devices)}", (a, b), "correct the device numbers")
 
     def to_json(self) -> dict[str, Any]:
-        """What has no limit is null, since JSON has no infinity; where null says something else it is "inf"."""
+        """Return plain data. Infinity, which JSON lacks, is null, or "inf" where null has another meaning."""
         return {
             "devices": [_finite(asdict(device)) for device in self.devices],
             "levels": [_finite(asdict(level)) for level in self.levels],
@@ -150,20 +150,20 @@ class Cluster:
     @classmethod
     @from_json_of("cluster")
     def from_json(cls, data: dict[str, Any]) -> Cluster:
-        devices = tuple(Device(**_endless(device, "memory")) for device in data["devices"])
-        levels = (_endless(_endless(level, "bandwidth"), *REDUCE) for level in data["levels"])
+        devices = tuple(Device(**_with_infinity(device, "memory")) for device in data["devices"])
+        levels = (_with_infinity(_with_infinity(level, "bandwidth"), *REDUCE) for level in data["levels"])
         return cls(devices, tuple(Level(**level) for level in levels))
 
 
-def require_room(devices: int) -> int:
-    """So many devices, if they can be listed."""
+def require_device_count(devices: int) -> int:
+    """Return `devices`; raise InputError if they are too many to list."""
     if devices > MOST_DEVICES:
         raise InputError(f"at most {MOST_DEVICES} devices in all", shown(devices), "describe a smaller cluster")
     return devices
 
 
-def _room(levels: tuple[Level, ...]) -> int:
-    return require_room(prod(level.size for level in levels))
+def _device_count(levels: tuple[Level, ...]) -> int:
+    return require_device_count(prod(level.size for level in levels))
 
 
 def _finite(noun: dict[str, Any]) -> dict[str, Any]:
@@ -171,5 +171,5 @@ def _finite(noun: dict[str, Any]) -> dict[str, Any]:
     return {name: words.get(name) if value == inf else value for name, value in noun.items()}
 
 
-def _endless(noun: dict[str, Any], name: str, word: str | None = None) -> dict[str, Any]:
+def _with_infinity(noun: dict[str, Any], name: str, word: str | None = None) -> dict[str, Any]:
     return {**noun, name: inf} if name in noun and noun[name] == word else noun

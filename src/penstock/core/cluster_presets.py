@@ -1,10 +1,10 @@
-"""Common machines by name, as the contents of a cluster file; a file may start from one and change what differs.
+"""Common machines by name, as the contents of a cluster file. A file may start from a preset and change what differs.
 
-Bandwidths are what one device can send one way, from the vendors' figures, not measured: `penstock cluster measure` or
-a file of one's own is nearer the truth. `speed` is 1 throughout: a profile is taken on, or estimated for, the device
-at hand. The `dapple` machines are those of that paper's planner (16 devices each), to compare plans with it.
+Bandwidths are what one device can send one way, from the vendors' figures, not measured: `penstock cluster measure`
+gives more accurate ones. `speed` is always 1, because a profile is measured on, or estimated for, the same device. The
+`dapple` presets are the clusters of the DAPPLE paper (16 devices each), for comparing plans with the paper's.
 
-No vendor publishes latencies: 5 us inside a host and 10 us outside are the order of what NCCL's own model counts with
+Vendors publish no latencies: 5 us inside a host and 10 us outside are of the order that NCCL's own model assumes
 (src/graph/tuning.cc: 6.6 us an operation, and a hop 0.6 to 3.4 over NVLink, 1.0 to 5.7 over PCIe, 2.7 to 14 over a
 network).
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# NVLink 2.0: 25 GB/s a link and way; a V100 has six, one or two to each neighbour in the cube mesh of a DGX-1 (white
-# paper "NVIDIA DGX-1 System Architecture", WP-08437). The more members, the more rings an all-reduce has.
+# NVLink 2.0: 25 GB/s per link and way; a V100 has six, one or two to each neighbour in the cube mesh of a DGX-1 (white
+# paper "NVIDIA DGX-1 System Architecture", WP-08437). More members give an all-reduce more rings.
 NVLINK_PAIR = {"bandwidth": 25e9, "reduce_bandwidth": 25e9, "reduce_rings": True}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -75,8 +75,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Bytes as the vendor counts them. `host_bandwidth` is the way to host memory, PCIe x16: 3.0 has 16 GB/s each way, 4.0
-# twice and 5.0 four times that (datasheets: V100 "32 GB/s", A100 "64 GB/s", H100 and H200 "128 GB/s", both ways added).
+# Memory in decimal bytes, as vendors state it. `host_bandwidth` is that of PCIe x16: 16 GB/s each way with version 3.0,
+# twice that with 4.0, four times with 5.0 (datasheets add both ways: V100 32, A100 64, H100 and H200 128 GB/s).
 KINDS: dict[str, dict[str, float]] = {
     "v100-16": {"memory": 16e9, "host_bandwidth": 16e9},
     "v100-32": {"memory": 32e9, "host_bandwidth": 16e9},

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a stage: one set of formulas for planners and simulator (links.py has those of a transfer)."""
+"""Seconds and bytes of a stage, for planners and simulator alike (links.py has those of transfers)."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import TypedDict
 
 import numpy as np
 
-from penstock.core import given
+from penstock.core import validation
 from penstock.core.action import Op
 from penstock.core.arguments import named_fields
 from penstock.core.cluster import Cluster
-from penstock.core.given import Numbers
 from penstock.core.links import FloatArray, Links, cluster_links, pair_links, ring_seconds
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.schedule import BoolArray
 from penstock.core.shape import Law, Shape
+from penstock.core.validation import Numbers
 from penstock.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)
 class Footprint:
-    """What each stage keeps in memory, in bytes or in units of one stage's activations. One micro-batch, one device."""
+    """Memory of each stage for one micro-batch on one device, in bytes or in units of one stage's activations."""
 
-    activations: FloatArray  # A: kept from the forward to the backward
-    until_weight: FloatArray  # AW: the part that must stay until the weight gradient
-    inputs: FloatArray  # all that is kept of a forward that will be recomputed
+    activations: FloatArray  # A: kept from forward to backward
+    until_weight: FloatArray  # AW: the part that is kept until the weight gradient
+    inputs: FloatArray  # kept instead of A when the forward will be recomputed
     weights: FloatArray  # one version of the weights
     gradients: FloatArray
     optimizer: FloatArray
-    buffers: FloatArray | None = None  # there is one of them, however many versions of the weights
+    buffers: FloatArray | None = None  # one copy, however many weight versions
 
 
 @named_fields
@@ -39,9 +39,9 @@ class Footprint:
 class Costs:
     """Seconds of every stage for one micro-batch on one device, of its reduction and update, and of every lane.
 
-    A replica that takes a share of the rows takes that share of the seconds and of the activations. A stage that
-    offloads copies what it keeps to host memory beside its forward, and back beside its backward; neither ends before
-    its copy does.
+    A replica that handles a share of the rows needs that share of the seconds and of the activations. A stage that
+    offloads copies its activations to host memory during its forward, and back during its backward; neither ends
+    before its copy does.
     """
 
     forward: FloatArray
@@ -54,18 +54,18 @@ class Costs:
     links: Links
     footprint: Footprint
     overlap: float = 1.0  # seconds of F&B, as a fraction of F + B
-    host_copy: FloatArray | None = None  # seconds, one way; 0 for a stage that offloads nothing, None: none does
-    full_backward: FloatArray | None = None  # of B, where that is not what I and W take together
+    host_copy: FloatArray | None = None  # seconds, one way; 0 for a stage that does not offload, None if no stage does
+    full_backward: FloatArray | None = None  # of B, where that differs from I + W
 
     @property
     def backward(self) -> FloatArray:
-        """Seconds of both gradients, computed together."""
+        """Seconds of both gradients computed together, by stage."""
         return self.input_grad + self.weight_grad if self.full_backward is None else self.full_backward
 
     def seconds(self, op: Op) -> FloatArray:
-        """What F, B, I or W takes on every stage: a second forward included, and no less than the copy beside it."""
-        once = {Op.F: self.forward, Op.I: self.input_grad, Op.W: self.weight_grad}
-        seconds = self.backward if op is Op.B else once[op]
+        """Return the seconds of F, B, I or W by stage: with the recomputed forward, and no less than the copy's."""
+        single = {Op.F: self.forward, Op.I: self.input_grad, Op.W: self.weight_grad}
+        seconds = self.backward if op is Op.B else single[op]
         if op in (Op.B, Op.I):
             seconds = seconds + np.where(self.recompute, self.forward, 0.0)
         if self.host_copy is None or op is Op.W:
@@ -75,38 +75,38 @@ class Costs:
 
     @property
     def offloads(self) -> BoolArray:
-        """Which stages keep nothing on the device between forward and backward."""
+        """Mask of the stages that offload their activations between forward and backward."""
         return np.zeros(len(self.recompute), dtype=bool) if self.host_copy is None else self.host_copy > 0
 
 
 def shares(shape: Shape) -> FloatArray:
-    """The fraction of a micro-batch's rows that one replica of each stage handles."""
+    """Return, by stage, the fraction of a micro-batch's rows that one replica handles."""
     return np.ones(shape.stages) if shape.turns else 1.0 / shape.stage_replicas
 
 
 def per_rank(shape: Shape, what: str, numbers: Numbers) -> FloatArray:
-    """One number for every stage from one number, or one a rank, of which each of its chunks takes an equal part."""
-    values = given.numbers(what, numbers)
+    """Return one number per stage, from one number for all ranks or one per rank, divided equally among its chunks."""
+    values = validation.numbers(what, numbers)
     if values.shape not in ((1,), (shape.ranks,)):
         raise InputError(
             f"{what} to be one number or one for each of {shape.ranks} stages", values.tolist(), "give either"
         )
-    each: FloatArray = (values if len(values) == 1 else values[shape.stage_rank]) / shape.rank_chunks
-    return each
+    per_stage: FloatArray = (values if len(values) == 1 else values[shape.stage_rank]) / shape.rank_chunks
+    return per_stage
 
 
 def _per_boundary(shape: Shape, numbers: Numbers) -> FloatArray:
-    """Transfer seconds of every edge, from one number or one a boundary: r is between ranks r and r + 1.
+    """Return the transfer seconds of every edge, from one number or one per boundary: r is between ranks r and r + 1.
 
-    With chunks, boundary p - 1 closes the ring from the last rank to the first. A tensor that skips ranks pays for the
-    boundary it leaves by.
+    With chunks, boundary p - 1 joins the last rank and the first. A tensor that skips ranks costs as much as the
+    boundary after its sender.
     """
-    values = given.numbers("transfer", numbers)
+    values = validation.numbers("transfer", numbers)
     ends = [(shape.placement[a], shape.placement[b]) for a, b in shape.edges]
-    closed = shape.ranks > 2 and any(abs(a - b) == shape.ranks - 1 for a, b in ends)
-    fitting = ((1,), (shape.ranks,)) if closed else ((1,), (shape.ranks,), (shape.ranks - 1,))
-    if values.shape not in fitting:
-        why = ": the last joins the last rank and the first" if closed else ""
+    is_ring = shape.ranks > 2 and any(abs(a - b) == shape.ranks - 1 for a, b in ends)
+    allowed = ((1,), (shape.ranks,)) if is_ring else ((1,), (shape.ranks,), (shape.ranks - 1,))
+    if values.shape not in allowed:
+        why = ": the last joins the last rank and the first" if is_ring else ""
         raise InputError(
             f"transfer to be one number or one for each of {shape.ranks} stages{why}", values.tolist(), "give either"
         )
@@ -117,7 +117,7 @@ def _per_boundary(shape: Shape, numbers: Numbers) -> FloatArray:
 
 
 class FlatCosts(TypedDict, total=False):
-    """What `flat_costs` takes, for type checkers."""
+    """Keyword arguments of `flat_costs`, for type checkers."""
 
     forward: Numbers
     input_grad: Numbers
@@ -145,34 +145,34 @@ def flat_costs(
     recompute_memory: float = 0.0,
     overlap: float = 1.0,
 ) -> Costs:
-    """Costs from a few numbers: those of a whole rank, activations in units of one rank's A."""
+    """Return costs from numbers that hold for whole ranks, with activations in units of one rank's A."""
     for what, value in (("weight_grad_memory", weight_grad_memory), ("recompute_memory", recompute_memory)):
-        if not 0 <= given.numbers(what, value)[0] <= 1:
+        if not 0 <= validation.numbers(what, value)[0] <= 1:
             raise InputError(f"{what} to be a fraction of A between 0 and 1", value, f"correct {what}")
-    if not 0 < given.numbers("overlap", overlap)[0] <= 1:
+    if not 0 < validation.numbers("overlap", overlap)[0] <= 1:
         raise InputError("overlap to be above 0 and at most 1", overlap, "give F&B's seconds as a fraction of F + B")
     activations = per_rank(shape, "activations", 1.0)
-    nothing = np.zeros(shape.stages)
+    zeros = np.zeros(shape.stages)
     return Costs(
         forward=per_rank(shape, "forward", forward),
         input_grad=per_rank(shape, "input_grad", input_grad),
         weight_grad=per_rank(shape, "weight_grad", weight_grad),
         update=per_rank(shape, "update", update),
         reduce=per_rank(shape, "reduce", reduce),
-        recompute=np.full(shape.stages, given.truth("recompute", recompute)),
+        recompute=np.full(shape.stages, validation.truth("recompute", recompute)),
         slowdown=np.ones(shape.slots),
         links=pair_links(shape, _per_boundary(shape, transfer)),
         footprint=Footprint(
-            activations, activations * weight_grad_memory, activations * recompute_memory, nothing, nothing, nothing
+            activations, activations * weight_grad_memory, activations * recompute_memory, zeros, zeros, zeros
         ),
-        overlap=float(overlap),  # a whole number would be compiled apart
+        overlap=float(overlap),  # kernels are compiled anew for an int
     )
 
 
 def plan_costs(shape: Shape, profile: Profile, plan: Plan, cluster: Cluster) -> Costs:
-    """Costs of a plan: a stage's layers added up, on the devices and links that the plan gives it.
+    """Return the costs of a plan: the sum of each stage's layers, on the devices and links that the plan assigns.
 
-    A stage's copy to host memory is that of its slowest replica.
+    A stage's copy to host memory takes as long as that of its slowest replica.
     """
     if plan.stages[-1].last != len(profile.layers) - 1:
         raise InputError(
@@ -185,39 +185,39 @@ def plan_costs(shape: Shape, profile: Profile, plan: Plan, cluster: Cluster) -> 
             f"placement {plan.placement} with replicas {plan.replicas}",
             "build the schedule from this plan",
         )
-    strangers = [device for slot in plan.slots for device in slot if not 0 <= device < len(cluster.devices)]
-    if strangers:
-        raise InputError(f"devices 0 to {len(cluster.devices) - 1} of the cluster", strangers, "correct the plan")
+    unknown = [device for slot in plan.slots for device in slot if not 0 <= device < len(cluster.devices)]
+    if unknown:
+        raise InputError(f"devices 0 to {len(cluster.devices) - 1} of the cluster", unknown, "correct the plan")
 
     firsts = (0, *plan.cuts)
 
     def total(name: str) -> FloatArray:
-        found: FloatArray = np.add.reduceat(profile.column(name), firsts)
-        return found
+        sums: FloatArray = np.add.reduceat(profile.column(name), firsts)
+        return sums
 
     crossing = profile.crossing(plan.cuts)
-    lost = sorted(set(crossing) - set(shape.edges))
-    if lost:
+    missing = sorted(set(crossing) - set(shape.edges))
+    if missing:
         raise InputError(
             "a schedule whose edges carry all that the profile sends between stages",
-            f"no edge for {lost}",
+            f"no edge for {missing}",
             f"build it with edges={sorted(set(crossing) | set(shape.edges))}",
         )
     sizes = np.array([crossing.get(edge, 0.0) for edge in shape.edges])
     incoming = np.array([sum(size for (_, b), size in crossing.items() if b == s) for s in range(shape.stages)])
     devices = [slot[0] for slot in plan.slots]
-    parameters, own = total("parameter_bytes"), profile.per_stage
+    parameters, overhead = total("parameter_bytes"), profile.per_stage
     kept = total("kept_bytes") + profile.leaving(plan.cuts)
-    again = np.array([stage.recompute for stage in plan.stages])
+    recompute = np.array([stage.recompute for stage in plan.stages])
     slower = 1.0 + (profile.newest if shape.law is Law.NEWEST else 0.0)
     slowdown = np.array([slower / min(cluster.devices[d].speed for d in slot) for slot in plan.slots])
     return Costs(
-        forward=total("forward") + own.forward,
-        input_grad=total("input_grad") + own.backward,
+        forward=total("forward") + overhead.forward,
+        input_grad=total("input_grad") + overhead.backward,
         weight_grad=total("weight_grad"),
-        update=total("update") + own.update,
+        update=total("update") + overhead.update,
         reduce=np.array([_reduce_seconds(shape, s, parameters[s], devices, cluster) for s in range(shape.stages)]),
-        recompute=again,
+        recompute=recompute,
         slowdown=slowdown,
         links=cluster_links(shape, sizes, devices, cluster),
         footprint=Footprint(
@@ -229,8 +229,8 @@ def plan_costs(shape: Shape, profile: Profile, plan: Plan, cluster: Cluster) -> 
             total("optimizer_bytes"),
             total("buffer_bytes"),
         ),
-        host_copy=_host_copy(shape, plan, cluster, np.where(again, incoming, kept), slowdown),
-        full_backward=total("backward") + own.backward
+        host_copy=_host_copy(shape, plan, cluster, np.where(recompute, incoming, kept), slowdown),
+        full_backward=total("backward") + overhead.backward
         if any(layer.full_backward for layer in profile.layers)
         else None,
     )
@@ -239,19 +239,19 @@ def plan_costs(shape: Shape, profile: Profile, plan: Plan, cluster: Cluster) -> 
 def _host_copy(
     shape: Shape, plan: Plan, cluster: Cluster, sizes: FloatArray, slowdown: FloatArray
 ) -> FloatArray | None:
-    """Seconds of each stage's copy, one way, such that a slot's slowdown makes them what its way to the host takes."""
-    found = np.zeros(shape.stages)
+    """Return the seconds of each stage's copy, one way, divided by the slot's slowdown, which the simulator applies."""
+    seconds = np.zeros(shape.stages)
     for s in (s for s, stage in enumerate(plan.stages) if stage.offload):
         for slot in (shape.slot(s, j) for j in range(int(shape.stage_replicas[s]))):
-            narrow = min((cluster.devices[d] for d in plan.slots[slot]), key=lambda device: device.host_bandwidth)
-            if not narrow.host_bandwidth:
+            slowest = min((cluster.devices[d] for d in plan.slots[slot]), key=lambda device: device.host_bandwidth)
+            if not slowest.host_bandwidth:
                 raise InputError(
-                    f"a host_bandwidth of device kind {narrow.kind!r}, on which stage {s} offloads its activations",
+                    f"a host_bandwidth of device kind {slowest.kind!r}, on which stage {s} offloads its activations",
                     "none",
                     "give it in the cluster, or plan without offload",
                 )
-            found[s] = max(found[s], sizes[s] / narrow.host_bandwidth / slowdown[slot])
-    return found if found.any() else None
+            seconds[s] = max(seconds[s], sizes[s] / slowest.host_bandwidth / slowdown[slot])
+    return seconds if seconds.any() else None
 
 
 def _reduce_seconds(shape: Shape, stage: int, size: float, devices: Sequence[int], cluster: Cluster) -> float:

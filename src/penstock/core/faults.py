@@ -1,4 +1,4 @@
-"""What `check` finds: every fault at once, each with its place in the printed grid."""
+"""Faults that `check` reports, each with its place in the printed grid."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from penstock.core.arguments import named_fields
 from penstock.core.schedule import Schedule
 
-DRAWN = 20  # faults that are written out; the rest are counted
-AROUND = 4  # words shown on either side of a fault
+MOST_PRINTED = 20  # faults that a message shows; the others are counted
+CONTEXT_WORDS = 4  # words shown on either side of a fault
 
 
 class FaultKind(StrEnum):
@@ -19,7 +19,7 @@ class FaultKind(StrEnum):
     DOUBLED = "doubled"
     ORDER = "order"  # backward before forward, weight before input gradient, receive after use, ...
     PARTNER = "partner"  # a transfer without its other end
-    VERSION = "version"  # a weight version that is not there, or not the one the method's law names
+    VERSION = "version"  # a weight version that does not exist, or is not the one that the method's law names
     UPDATE = "update"  # a reduction or update missing, too early or out of order
     DEADLOCK = "deadlock"
     CHANNEL = "channel"  # receives in another order than the sends, where transfers are in order
@@ -29,7 +29,7 @@ class FaultKind(StrEnum):
 @named_fields
 @dataclass(frozen=True)
 class Fault:
-    """One broken law. `cell` is the place in the slot's printed line, -1 when the fault is something not there."""
+    """One broken law. `cell` is the index in the slot's printed line, -1 for something that is missing."""
 
     kind: FaultKind
     slot: int
@@ -43,7 +43,7 @@ class Fault:
 @named_fields
 @dataclass(frozen=True)
 class Report:
-    """All faults of one schedule; empty means that it is sound."""
+    """All faults of one schedule; it is sound if there are none."""
 
     schedule: Schedule
     faults: tuple[Fault, ...]
@@ -61,11 +61,11 @@ class Report:
             return "sound: every law holds"
         count = f"{len(self.faults)} fault{'s' if len(self.faults) > 1 else ''}"
         lines = [f"{count} in schedule {self.schedule.shape.name!r}"]
-        for number, fault in enumerate(self.faults[:DRAWN], 1):
+        for number, fault in enumerate(self.faults[:MOST_PRINTED], 1):
             lines.append(f"{number:3}. {_place(self.schedule, fault.slot)}: {fault.message}")
             lines += _excerpt(self.schedule, fault)
-        if len(self.faults) > DRAWN:
-            lines.append(f"     and {len(self.faults) - DRAWN} more")
+        if len(self.faults) > MOST_PRINTED:
+            lines.append(f"     and {len(self.faults) - MOST_PRINTED} more")
         return "\n".join(lines)
 
 
@@ -75,11 +75,11 @@ def _place(schedule: Schedule, slot: int) -> str:
 
 
 def _excerpt(schedule: Schedule, fault: Fault) -> list[str]:
-    """The words around a fault, and a mark below the one it points at."""
+    """Return the words around a fault, and a line that marks the faulty one."""
     if fault.cell < 0:
         return []
     words = [str(action) for action in schedule.actions(fault.slot)]
-    first, last = max(0, fault.cell - AROUND), min(len(words), fault.cell + AROUND + 1)
+    first, last = max(0, fault.cell - CONTEXT_WORDS), min(len(words), fault.cell + CONTEXT_WORDS + 1)
     lead = "     " + ("… " if first else "")
     before = "".join(word + " " for word in words[first : fault.cell])
     line = lead + " ".join(words[first:last]) + (" …" if last < len(words) else "")

@@ -1,9 +1,9 @@
-"""Loops that run as plain Python at first and compiled from then on.
+"""Loops over arrays that run as plain Python first and compiled after some thousand rows.
 
-Loading the compiled code takes a fifth of a second, which one small simulation must not pay; plain Python takes
-microseconds a row, which neither ten million rows nor a thousand small simulations must pay. So a kernel is written
-once, as a plain loop over arrays, and counts the rows it is called with: after some thousands it is compiled, or loaded
-from where an earlier process kept it. Both ways give the same bits.
+Loading compiled code takes a fifth of a second, too long for one small simulation; plain Python takes microseconds a
+row, too long for ten million rows or a thousand small simulations. So a kernel is written once, as a plain loop over
+arrays, and counts the rows of its calls: after some thousands it is compiled, or loaded from the cache of an earlier
+process. Both ways give the same bits.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-COMPILE_FROM = 8_000  # rows of all calls of a kernel: 10 ms of plain Python, and more are likely to come
+COMPILE_FROM = 8_000  # rows of all calls of a kernel so far: 10 ms of plain Python
 
 
 class Kernel:
-    """A loop over arrays: plain for its first rows, compiled for all after them, in large calls and small ones."""
+    """A loop over arrays: plain Python for its first rows over all calls, compiled for later ones."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.plain = function
@@ -35,7 +35,7 @@ class Kernel:
         if self._compiled is None:
             self._rows += size
             if self._rows < COMPILE_FROM:
-                with np.errstate(all="ignore"):  # as the compiled code, which warns of nothing
+                with np.errstate(all="ignore"):  # as compiled code, which gives no warnings
                     return self.plain(*arguments)
         return self.compiled(*arguments)
 
@@ -47,18 +47,18 @@ class Kernel:
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
-    """Mark a loop over arrays as a kernel: call it with the number of rows first."""
+    """Mark a loop over arrays as a kernel, which is called with the number of rows as first argument."""
     return Kernel(function)
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a plain function that kernels of the same file call; it is compiled along with them."""
+    """Mark a plain function that kernels of the same file call, to compile it with them."""
     function.__penstock_helper__ = True  # type: ignore[attr-defined]
     return function
 
 
 def _compile(function: Any, inline: str = "never") -> Callable[..., Any]:
-    """Compile a function and the helpers it calls. The compiled code is kept on disk where that is possible."""
+    """Compile a function and the helpers it calls. The compiled code is cached on disk where that is possible."""
     import numba
 
     scope = dict(function.__globals__)
@@ -67,20 +67,20 @@ def _compile(function: Any, inline: str = "never") -> Callable[..., Any]:
             scope[name] = _compile(scope[name], inline="always")  # a call would count references to every array
     linked = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     linked.__module__, linked.__qualname__ = function.__module__, function.__qualname__
-    # Kernels never divide by zero: numpy's error model does not look for it.
+    # Kernels never divide by zero; numpy's error model omits the check.
     options: dict[str, Any] = {"inline": inline, "error_model": "numpy"}
     compiled: Callable[..., Any]
     try:
         compiled = numba.njit(cache=True, **options)(linked)  # beside the source, else in the user's cache directory
-    except RuntimeError:  # neither can be written
-        with _own_cache() as found:
-            compiled = numba.njit(cache=found, **options)(linked)
+    except RuntimeError:  # neither is writable
+        with _own_cache() as is_cached:
+            compiled = numba.njit(cache=is_cached, **options)(linked)
     return compiled
 
 
 @contextmanager
 def _own_cache() -> Iterator[bool]:
-    """Let numba keep compiled code in a temporary directory of this user; False where there is none."""
+    """Let numba cache compiled code in a temporary directory of this user; yield False where there is none."""
     import numba
 
     config: Any = numba.config
@@ -93,12 +93,12 @@ def _own_cache() -> Iterator[bool]:
 
 
 def _private_directory() -> Path | None:
-    """A directory that nobody else can write: compiled code is run, so one that somebody else made is left alone."""
+    """Return a directory that only this user can write, or None: cached code is executed, so no other is trusted."""
     directory = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError:
         return None
-    private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
     return directory if private and os.access(directory, os.W_OK) else None

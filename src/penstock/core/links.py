@@ -1,4 +1,4 @@
-"""What carries tensors from slot to slot, and the seconds of a transfer and of an all-reduce."""
+"""Links between slots, and the seconds of a transfer and of an all-reduce."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def ring_seconds(members: int, size: float, bandwidth: float, latency: float = 0.0) -> float:
-    """All-reduce of `size` bytes over a ring: each member sends and receives 2(n-1)/n of it in 2(n-1) steps."""
+    """Return the seconds of a ring all-reduce: each member sends 2(n-1)/n of `size` bytes in 2(n-1) steps."""
     return 0.0 if members < 2 else 2 * (members - 1) / members * size / bandwidth + 2 * (members - 1) * latency
 
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """What carries each lane, forward ([0]) and backward ([1]); a lane is one (edge, sending, receiving replica).
+    """The link of each lane, forward ([0]) and backward ([1]); a lane is one (edge, sending, receiving replica).
 
-    `leave` and `enter` name the resources a transfer occupies for `seconds`; -1 is none. `latency` comes on top and
-    occupies nothing. `shared` says that different slots send over one resource, so that arrival order matters. `held`
-    is how long the slot that sends is held up itself.
+    `leave` and `enter` are the resources that a transfer occupies for `seconds`; -1 is none. `latency` is added and
+    occupies no resource. `shared` means that different slots send over one resource, so that arrival order matters.
+    `held` is how long the sending slot is blocked.
     """
 
     seconds: FloatArray  # (2, lanes)
@@ -40,22 +40,22 @@ class Links:
         return int(max(self.leave.max(initial=-1), self.enter.max(initial=-1))) + 1
 
     def free(self) -> Links:
-        """The same links, taking no time."""
-        nothing = np.zeros_like(self.seconds)
-        return replace(self, seconds=nothing, latency=nothing, held=nothing)
+        """Return the same links with transfers that take no time."""
+        zeros = np.zeros_like(self.seconds)
+        return replace(self, seconds=zeros, latency=zeros, held=zeros)
 
 
 def _no_links(shape: Shape) -> tuple[FloatArray, FloatArray, IntArray, IntArray]:
     lanes = int(shape.neighbours.edge_lane[-1])
-    nothing = np.zeros((2, lanes))
-    nobody = np.full((2, lanes), -1, dtype=np.int32)
-    return nothing, nothing.copy(), nobody, nobody.copy()
+    zeros = np.zeros((2, lanes))
+    none = np.full((2, lanes), -1, dtype=np.int32)
+    return zeros, zeros.copy(), none, none.copy()
 
 
 def pair_links(shape: Shape, seconds: FloatArray) -> Links:
-    """A full-duplex link of its own between any two slots, carrying one tensor at a time each way.
+    """Return links for slots that each have a full-duplex link to every other, for one tensor at a time each way.
 
-    `seconds[edge]` is what a whole micro-batch takes over that edge, either way.
+    `seconds[edge]` is the time of a whole micro-batch over that edge, either way.
     """
     time, latency, leave, enter = _no_links(shape)
     lanes = shape.lanes
@@ -65,13 +65,13 @@ def pair_links(shape: Shape, seconds: FloatArray) -> Links:
 
 
 def cluster_links(shape: Shape, sizes: FloatArray, devices: Sequence[int], cluster: Cluster) -> Links:
-    """The links of a cluster: `sizes[edge]` bytes of a whole micro-batch, `devices[slot]` the device of each slot."""
+    """Return the links of a cluster, for `sizes[edge]` bytes per micro-batch and slots on `devices[slot]`."""
     time, latency, leave, enter = _no_links(shape)
     held = np.zeros_like(time)
     names: dict[tuple[object, ...], int] = {}
     senders: dict[int, set[int]] = {}
-    every = shape.lanes
-    columns = (column.tolist() for column in (every.number, every.source, every.target, every.edge, every.share))
+    lanes = shape.lanes
+    columns = (column.tolist() for column in (lanes.number, lanes.source, lanes.target, lanes.edge, lanes.share))
     for lane, a, b, edge, fraction in zip(*columns, strict=True):
         at = cluster.meeting_level(devices[a], devices[b])
         level = cluster.levels[at]

@@ -1,8 +1,8 @@
 """A run of unknown length: a fill, a body that repeats, and a drain.
 
-Micro-batch and version numbers of the body are those of iteration 0 and grow by a fixed step each time. A version below
-0 means version 0: the pipe starts with what is there. Leaving after n mini-batches drops every action of a later one,
-so what is left of the last iterations is the drain, and it is the same for every rank that knows n.
+Micro-batch and version numbers of the body are those of iteration 0 and grow by a fixed step in each iteration. A
+version below 0 means version 0, the initial weights. A run that ends after n mini-batches drops every action of a later
+mini-batch; the remaining actions of the last iterations are the drain, which is the same on every rank that knows n.
 """
 
 from __future__ import annotations
@@ -13,86 +13,86 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.arguments import named_fields
-from penstock.core.given import whole
-from penstock.core.room import require_room
-from penstock.core.schedule import Rows, Schedule
+from penstock.core.memory_limit import require_memory
+from penstock.core.schedule import Schedule, ScheduleRows
 from penstock.core.shape import MOST, Law, Shape
+from penstock.core.validation import whole
 
 
 @named_fields
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """`fill[s]` and `body[s]` are the rows of slot s; one pass of the body takes in `period` mini-batches."""
+    """Rows of a fill and a repeated body, by slot; one pass of the body begins `period` mini-batches."""
 
-    shape: Shape  # of one mini-batch: `unroll` fills in how many
-    fill: tuple[Rows, ...]
-    body: tuple[Rows, ...]
+    shape: Shape  # of one mini-batch; `unroll` sets their number
+    fill: tuple[ScheduleRows, ...]
+    body: tuple[ScheduleRows, ...]
     period: int
 
     @classmethod
     def repeating(cls, schedule: Schedule) -> Loop:
-        """A list of some mini-batches, again and again: the pipe drains at its end, and fills anew.
+        """Return a loop that repeats a schedule of some mini-batches; the pipeline drains and fills at each repetition.
 
-        Versions are counted on from the drained ones. Under 2bw a list's first mini-batch names version 0 because there
-        is none before it; later it has to be the one before the newest.
+        Versions continue from those of the repetition before. Under the law 2bw, the first mini-batch of a schedule
+        names version 0 because there is no older one; in a loop it names the second newest.
         """
         shape, rows = schedule.shape, schedule.rows
         compute = rows.op <= Op.FB
-        op = np.where(rows.op == Op.FB, np.uint8(Op.F), rows.op)  # what overlaps follows each other
+        op = np.where(rows.op == Op.FB, np.uint8(Op.F), rows.op)  # overlapped actions run one after the other
         delayed = shape.law is Law.TWO_BW
         version = rows.microbatch // shape.microbatches - 1 if delayed else rows.version
         slots = schedule.slot_of_rows()
         body = []
         for slot in range(shape.slots):
-            mine = compute & (slots == slot)
-            body.append(Rows.compute(op[mine], rows.stage[mine], rows.microbatch[mine], version[mine]))
-        nothing = Rows.compute([], [], [], [])
-        return cls(replace(shape, batches=1), (nothing,) * shape.slots, tuple(body), shape.batches)
+            own = compute & (slots == slot)
+            body.append(ScheduleRows.compute(op[own], rows.stage[own], rows.microbatch[own], version[own]))
+        empty = ScheduleRows.compute([], [], [], [])
+        return cls(replace(shape, batches=1), (empty,) * shape.slots, tuple(body), shape.batches)
 
     def version_step(self) -> np.ndarray:
-        """Updates a stage makes in one pass of the body."""
+        """Return the number of updates in one pass of the body, by stage."""
         shape = self.shape
         return self.period // (shape.stage_replicas if shape.turns else np.ones_like(shape.stage_replicas))
 
     def unroll(self, batches: int) -> Schedule:
-        """The plain list for a run of so many mini-batches."""
+        """Return the schedule of a run of `batches` mini-batches."""
         whole("batches", batches, most=MOST // self.shape.microbatches // self.shape.stages)
-        require_room(2 * self.shape.stages * self.shape.microbatches * batches)
+        require_memory(2 * self.shape.stages * self.shape.microbatches * batches)
         shape = replace(self.shape, batches=batches)
         passes = -(-batches // self.period)
         slots = [self._run(slot, passes, shape.total) for slot in range(shape.slots)]
         starts = np.concatenate(([0], np.cumsum([len(rows) for rows in slots]))).astype(np.int64)
         columns = (np.concatenate(parts) for parts in zip(*(rows.columns()[:4] for rows in slots), strict=True))
-        return Schedule(shape, Rows.compute(*columns), starts)
+        return Schedule(shape, ScheduleRows.compute(*columns), starts)
 
-    def drain(self, batches: int) -> tuple[Rows, ...]:
-        """What each slot does after its last full pass of the body, when the run ends after so many mini-batches."""
-        whole, passes = self.unroll(batches), self._full_passes(batches)
-        done = [  # a short run cuts the fill as well
-            int(np.count_nonzero(fill.microbatch < whole.shape.total)) + len(body) * passes
+    def drain(self, batches: int) -> tuple[ScheduleRows, ...]:
+        """Return each slot's rows after its last full pass of the body, for a run of `batches` mini-batches."""
+        full, passes = self.unroll(batches), self._full_passes(batches)
+        done = [  # a short run drops actions of the fill too
+            int(np.count_nonzero(fill.microbatch < full.shape.total)) + len(body) * passes
             for fill, body in zip(self.fill, self.body, strict=True)
         ]
         return tuple(
-            whole.rows.take(slice(int(whole.starts[slot]) + done[slot], int(whole.starts[slot + 1])))
-            for slot in range(whole.shape.slots)
+            full.rows.take(slice(int(full.starts[slot]) + done[slot], int(full.starts[slot + 1])))
+            for slot in range(full.shape.slots)
         )
 
     def _full_passes(self, batches: int) -> int:
-        """Passes of the body in which no slot has to drop an action."""
+        """Return the number of passes of the body in which no slot drops an action."""
         ahead = max((int(rows.microbatch.max(initial=-1)) for rows in self.body), default=-1) + 1
         step = self.period * self.shape.microbatches
         return max(0, (batches * self.shape.microbatches - ahead) // step + 1)
 
-    def _run(self, slot: int, passes: int, total: int) -> Rows:
+    def _run(self, slot: int, passes: int, total: int) -> ScheduleRows:
         fill, body = self.fill[slot], self.body[slot]
-        turn = np.repeat(np.arange(passes, dtype=np.int32), len(body))
+        iteration = np.repeat(np.arange(passes, dtype=np.int32), len(body))
         stage = np.tile(body.stage, passes)
-        microbatch = np.tile(body.microbatch, passes) + turn * np.int32(self.period * self.shape.microbatches)
-        version = np.tile(body.version, passes) + turn * self.version_step()[stage].astype(np.int32)
+        microbatch = np.tile(body.microbatch, passes) + iteration * np.int32(self.period * self.shape.microbatches)
+        version = np.tile(body.version, passes) + iteration * self.version_step()[stage].astype(np.int32)
         op = np.concatenate((fill.op, np.tile(body.op, passes)))
         stage, microbatch, version = (
             np.concatenate(pair)
             for pair in ((fill.stage, stage), (fill.microbatch, microbatch), (fill.version, version))
         )
         keep = microbatch < total
-        return Rows.compute(op[keep], stage[keep], microbatch[keep], np.maximum(version, 0)[keep])
+        return ScheduleRows.compute(op[keep], stage[keep], microbatch[keep], np.maximum(version, 0)[keep])

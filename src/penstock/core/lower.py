@@ -1,12 +1,12 @@
-"""From compute actions to the full list: sends, receives, reductions and updates, once, for all methods.
+"""Lowering: add sends, receives, reductions and updates to the compute actions of a schedule of any method.
 
-Around each compute action of a slot, in this order:
+Each compute action of a slot becomes, in this order:
 
-    receive what it needs from other slots · the action · send what others need of it
-    · reduce, when it completed the gradient of a replicated stage · update
+    receives of its inputs · the action · sends of its outputs
+    · a reduction, if it completes the gradient of a replicated stage · an update
 
-A synchronous update waits for the slot's last action of the mini-batch, so that clipping and inf checks see all
-gradients; an asynchronous one follows its gradient at once.
+A synchronous update comes after the slot's last action of the mini-batch, so that clipping and inf checks see all
+gradients; an asynchronous one comes right after its gradient.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from penstock.core.action import Op
 from penstock.core.arguments import named
 from penstock.core.jit import helper, kernel
-from penstock.core.schedule import BoolArray, LongArray, OpArray, Rows, Schedule
+from penstock.core.schedule import BoolArray, LongArray, OpArray, Schedule, ScheduleRows
 from penstock.core.shape import IntArray, Law
 from penstock.errors import InputError
 
-# Kernels see plain integers: a compiled loop cannot look into an enum.
+# Kernels use plain integers, because compiled code cannot read an enum.
 F, B, I, W, FB = int(Op.F), int(Op.B), int(Op.I), int(Op.W), int(Op.FB)
 SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
 REDUCE, UPDATE = int(Op.REDUCE), int(Op.UPDATE)
@@ -28,12 +28,12 @@ REDUCE, UPDATE = int(Op.REDUCE), int(Op.UPDATE)
 
 @named
 def lower(schedule: Schedule) -> Schedule:
-    """The same schedule with every transfer, reduction and update in its place."""
+    """Return the same schedule with its transfers, reductions and updates; a lowered one is returned as it is."""
     if schedule.lowered:
         return schedule
     _require_compute(schedule)
     shape, rows, near = schedule.shape, schedule.rows, schedule.shape.neighbours
-    rounds = int(shape.stage_rounds.max())
+    updates = int(shape.stage_updates.max())
     longest = _longest(schedule)
     ops, out = np.empty(longest, dtype=np.uint8), np.empty((5, longest), dtype=np.int32)
     starts = np.zeros(shape.slots + 1, dtype=np.int64)
@@ -42,40 +42,40 @@ def lower(schedule: Schedule) -> Schedule:
         *(rows.op, rows.stage, rows.microbatch, rows.version, schedule.starts),
         *(shape.slot_rank, shape.slot_replica, shape.stage_rank, shape.stage_replicas),
         *(near.after_at, near.after, near.before_at, near.before),
-        *(shape.microbatches, shape.batches, rounds, shape.turns, shape.law is Law.SYNC),
+        *(shape.microbatches, shape.batches, updates, shape.turns, shape.law is Law.SYNC),
         *(ops, out, starts),
     )
-    made = starts[-1]
-    return Schedule(shape, Rows(ops[:made], *out[:, :made]), starts, lowered=True)
+    count = starts[-1]
+    return Schedule(shape, ScheduleRows(ops[:count], *out[:, :count]), starts, lowered=True)
 
 
 def _require_compute(schedule: Schedule) -> None:
-    own = np.flatnonzero((schedule.rows.op > FB) & (schedule.rows.op <= UPDATE))
-    if len(own):
+    others = np.flatnonzero((schedule.rows.op > FB) & (schedule.rows.op <= UPDATE))
+    if len(others):
         raise InputError(
             "compute actions alone in a schedule that is not lowered",
-            str(schedule.action(int(own[0]))),
-            "drop it, or hand in the whole list with lowered=True",
+            str(schedule.action(int(others[0]))),
+            "drop it, or give the whole list with lowered=True",
         )
 
 
 def _longest(schedule: Schedule) -> int:
-    """An upper bound on the rows that lowering makes."""
+    """Return an upper bound on the number of rows of the lowered schedule."""
     shape, rows = schedule.shape, schedule.rows
     per_stage = np.zeros(shape.stages, dtype=np.int64)
     for a, b in shape.edges:
         if shape.placement[a] != shape.placement[b]:
             ours, theirs = int(shape.stage_replicas[a]), int(shape.stage_replicas[b])
-            per_stage[a] += 1 if shape.turns else _meeting(ours, theirs)
-            per_stage[b] += 1 if shape.turns else _meeting(theirs, ours)
+            per_stage[a] += 1 if shape.turns else _most_peers(ours, theirs)
+            per_stage[b] += 1 if shape.turns else _most_peers(theirs, ours)
     moving = (rows.stage >= 0) & (rows.stage < shape.stages) & (rows.op != W)
     transfers = int(per_stage[rows.stage[moving]].sum())
-    updates = int(shape.stage_replicas @ shape.stage_rounds)
+    updates = int(shape.stage_replicas @ shape.stage_updates)
     return len(rows) + transfers + 2 * updates
 
 
-def _meeting(ours: int, theirs: int) -> int:
-    """The most of `theirs` replicas whose rows meet those of one of `ours`."""
+def _most_peers(ours: int, theirs: int) -> int:
+    """Return the most of `theirs` replicas that share rows with one of `ours`."""
     return -(-theirs // ours) + (1 if theirs % ours and ours % theirs else 0)
 
 
@@ -104,7 +104,7 @@ def _put_transfers(
     stage_rank: IntArray,
     stage_replicas: IntArray,
 ) -> int:
-    """One transfer for each replica of each neighbour on another rank that shares rows with replica `own`."""
+    """Write one transfer for each replica of each neighbour on another rank that shares rows with replica `own`."""
     for e in range(first, last):
         other = others[e]
         if stage_rank[other] == stage_rank[stage]:
@@ -121,12 +121,12 @@ def _put_transfers(
 
 
 @helper
-def _put_round(ops: OpArray, out: IntArray, at: int, stage: int, made: int, replicated: bool, update: bool) -> int:
-    """Reduction and update that make version `made`."""
+def _put_update(ops: OpArray, out: IntArray, at: int, stage: int, version: int, replicated: bool, update: bool) -> int:
+    """Write the reduction and the update to `version`."""
     if replicated:
-        at = _put(ops, out, at, REDUCE, stage, -1, made, -1, -1)
+        at = _put(ops, out, at, REDUCE, stage, -1, version, -1, -1)
     if update:
-        at = _put(ops, out, at, UPDATE, stage, -1, made, -1, -1)
+        at = _put(ops, out, at, UPDATE, stage, -1, version, -1, -1)
     return at
 
 
@@ -147,10 +147,10 @@ def _mark_ends(
     ending: LongArray,
     ends: BoolArray,
 ) -> None:
-    """Find the row that completes each stage's gradient of each round, and the last row of each mini-batch.
+    """Mark in `ends` the row that completes each stage's gradient of each update, and the last row of each mini-batch.
 
-    Rows are read backwards, so the first of a kind that is met is the last one; `ends` marks them. A stray row
-    completes nothing, so no slot makes more updates than `_longest` leaves room for.
+    Rows are read backwards, so that the first such row is the last one in the list. A stray row completes nothing, so
+    that no slot makes more updates than `_longest` allows.
     """
     for row in range(last - 1, first - 1, -1):
         s, batch = stage[row], microbatch[row] // per_batch
@@ -171,11 +171,11 @@ def _emit(
     op: OpArray, stage: IntArray, microbatch: IntArray, version: IntArray, starts: LongArray,
     slot_rank: IntArray, slot_replica: IntArray, stage_rank: IntArray, stage_replicas: IntArray,
     after_at: IntArray, after: IntArray, before_at: IntArray, before: IntArray,
-    per_batch: int, batches: int, rounds: int, turns: bool, sync: bool,
+    per_batch: int, batches: int, updates: int, turns: bool, sync: bool,
     ops: OpArray, out: IntArray, out_starts: LongArray,
 ) -> None:  # fmt: skip
     stages = len(stage_rank)
-    closing = np.full((stages, rounds), -1, dtype=np.int64)
+    closing = np.full((stages, updates), -1, dtype=np.int64)
     ending = np.full(batches, -1, dtype=np.int64)
     ends = np.zeros(len(op), dtype=np.bool_)
     at = 0
@@ -188,7 +188,7 @@ def _emit(
         while row < starts[slot + 1]:
             paired = op[row] == FB and row + 1 < starts[slot + 1] and op[row + 1] == B
             stop = row + 2 if paired else row + 1
-            for phase in range(3):  # receives of the row (or overlapped pair), the row itself, its sends
+            for phase in range(3):  # receives of the row (or overlapped pair), the row, its sends
                 for r in range(row, stop):
                     s, k = stage[r], microbatch[r]
                     if phase == 1:
@@ -213,15 +213,15 @@ def _emit(
                 s, batch = stage[r], microbatch[r] // per_batch
                 turn = batch // stage_replicas[s] if turns else batch
                 if closing[s, turn] == r:
-                    at = _put_round(ops, out, at, s, turn + 1, stage_replicas[s] > 1, not sync)
+                    at = _put_update(ops, out, at, s, turn + 1, stage_replicas[s] > 1, not sync)
                 if sync and ending[batch] == r:
-                    for mine in range(stages):
-                        if stage_rank[mine] == rank:
-                            at = _put(ops, out, at, UPDATE, mine, -1, batch + 1, -1, -1)
+                    for own_stage in range(stages):
+                        if stage_rank[own_stage] == rank:
+                            at = _put(ops, out, at, UPDATE, own_stage, -1, batch + 1, -1, -1)
             row = stop
-        if turns:  # replicas without a mini-batch in the last, partial round take part in its reduction all the same
+        if turns:  # replicas without a mini-batch for the last update still take part in its reduction
             for s in range(stages):
                 last = (batches - 1) // stage_replicas[s]
                 if stage_rank[s] == rank and last * stage_replicas[s] + own >= batches:
-                    at = _put_round(ops, out, at, s, last + 1, True, True)
+                    at = _put_update(ops, out, at, s, last + 1, True, True)
         out_starts[slot + 1] = at

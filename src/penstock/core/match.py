@@ -1,4 +1,4 @@
-"""Which receive belongs to which send: by edge, micro-batch, and the two replicas."""
+"""Pair each send with its receive, by edge, micro-batch and the two replicas."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from penstock.core.shape import IntArray
 
 SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
 
-STRAY, DOUBLED = 1, 2  # what can be wrong with a transfer by itself: no such edge or replica; there twice
+STRAY, DOUBLED = 1, 2  # faults of a single transfer: no such edge or replica; a second one of the same tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """Sends and receives by (way, lane, micro-batch); -1 where there is none. Way 0 is forward, 1 backward."""
+    """Rows of sends and receives by (way, lane, micro-batch), -1 for none. Way 0 is forward, 1 backward."""
 
     sends: IntArray  # (2, lanes, total)
     receives: IntArray
-    lane: IntArray  # of every transfer row that has one; not set elsewhere
+    lane: IntArray  # of every transfer row that has one; undefined for other rows
     flaw: OpArray  # STRAY or DOUBLED, by row
     target: IntArray  # (2, lanes): the slot that receives
 
 
 def match(schedule: Schedule) -> Match:
-    """Pair the transfers of a lowered schedule."""
+    """Return the paired transfers of a lowered schedule."""
     shape, rows, near = schedule.shape, schedule.rows, schedule.shape.neighbours
     lanes = int(near.edge_lane[-1])
     sends = np.full((2, lanes, shape.total), -1, dtype=np.int32)
@@ -60,17 +60,17 @@ def _lane(
     after: IntArray,
     after_lane: IntArray,
 ) -> int:
-    """The lane of an edge between two replicas, -1 where nothing flows between them."""
+    """Return the lane of an edge between two replicas, -1 if they exchange nothing."""
     ours, theirs = stage_replicas[a], stage_replicas[b]
     if turn >= 0:
         meets = i == turn % ours and j == turn % theirs
     else:
         meets = i * theirs < (j + 1) * ours and j * ours < (i + 1) * theirs
-    found = -1
+    lane = -1
     for e in range(after_at[a], after_at[a + 1]):
         if meets and after[e] == b:
-            found = after_lane[e] + i * theirs + j
-    return found
+            lane = after_lane[e] + i * theirs + j
+    return lane
 
 
 @kernel
@@ -89,9 +89,9 @@ def _match(
             if o < SEND_F or o > RECV_B:
                 continue
             s, other, their, k = stage[row], peer[row], replica[row], microbatch[row]
-            known = 0 <= s < stages and 0 <= other < stages and 0 <= k < total
+            exists = 0 <= s < stages and 0 <= other < stages and 0 <= k < total
             if (
-                not known
+                not exists
                 or stage_rank[s] != rank
                 or stage_rank[other] == rank
                 or not 0 <= their < stage_replicas[other]

@@ -1,10 +1,10 @@
-"""What a slot holds in memory, by kind, as its list of actions goes by.
+"""Memory of each slot, by kind, after each action of its list.
 
-A slot does one thing at a time, so the order of its list alone decides its memory; times only place it on the clock.
+A slot runs one action at a time, so that its memory depends on the order of its list alone, not on times.
 
-A stage that offloads has a micro-batch's activations on the device while its own F runs, while its own B or I runs,
-and of those that I leaves, until W has run. On top comes room for one micro-batch's copy that is on its way out or
-back, from the stage's first forward to its last backward.
+A stage that offloads has a micro-batch's activations on the device while its F, B or I runs, and those that I keeps for
+W until W has run. From its first forward to its last backward, it also holds a buffer for the copy of one micro-batch
+to or from host memory.
 """
 
 from __future__ import annotations
@@ -18,77 +18,77 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.cost import Costs, shares
-from penstock.core.given import column
 from penstock.core.links import FloatArray
-from penstock.core.marks import Mark, MarkArray, marks
+from penstock.core.memory_events import EventArray, MemoryEvent, memory_events
 from penstock.core.schedule import Schedule
 from penstock.core.shape import Shape
+from penstock.core.validation import column
 from penstock.errors import InputError
 
 
-class Kind(StrEnum):
+class MemoryKind(StrEnum):
     WEIGHTS = "weights"
-    VERSIONS = "versions"  # older weights that some backward still needs
+    VERSIONS = "versions"  # older weights that a backward will use
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
-    HELD = "held"  # what must stay between input and weight gradient
-    RECOMPUTE = "recompute"  # activations made a second time
+    HELD = "held"  # kept from input gradient to weight gradient
+    RECOMPUTE = "recompute"  # recomputed activations
 
 
-ACTIVATION_KINDS = (Kind.ACTIVATIONS, Kind.HELD, Kind.RECOMPUTE)
-Changes = tuple[FloatArray, FloatArray]  # by row: change when it starts, change when it ends
+ACTIVATION_KINDS = (MemoryKind.ACTIVATIONS, MemoryKind.HELD, MemoryKind.RECOMPUTE)
+Changes = tuple[FloatArray, FloatArray]  # by row: change at its start, change at its end
 
 
 @dataclass(frozen=True, eq=False)
-class Tables:
-    """What an action does to the activations of its slot, by (op, stage): when it starts, and when it ends.
+class ActivationTables:
+    """Changes of a slot's activations by an action, by (op, stage): at its start and at its end.
 
-    `copy`, by stage, is room for a copy, from the first forward to the last backward of a stage that offloads.
+    `copy`, by stage, is the copy buffer of a stage that offloads, from its first forward to its last backward.
     """
 
-    kinds: dict[Kind, Changes]
+    kinds: dict[MemoryKind, Changes]
     copy: FloatArray
 
 
-def activation_tables(costs: Costs, share: FloatArray) -> Tables:
-    """`share`: the fraction of a micro-batch's rows that a replica of each stage handles."""
-    foot, away = costs.footprint, costs.offloads
+def activation_tables(costs: Costs, share: FloatArray) -> ActivationTables:
+    """Return the changes by each action, where a replica of each stage handles `share` of a micro-batch's rows."""
+    foot, offloads = costs.footprint, costs.offloads
     full, late = foot.activations * share, foot.until_weight * share
     kept = np.where(costs.recompute, foot.inputs * share, full)
-    begun, ended, remade, held = (np.zeros((len(Op), len(full))) for _ in range(4))
+    begun, ended, recomputed, held = (np.zeros((len(Op), len(full))) for _ in range(4))
     begun[[Op.F, Op.FB]], ended[[Op.B, Op.I]] = kept, -kept
-    begun[[Op.B, Op.I]], ended[[Op.F, Op.FB]] = np.where(away, kept, 0.0), np.where(away, -kept, 0.0)
-    remade[[Op.B, Op.I]] = full - kept
+    begun[[Op.B, Op.I]], ended[[Op.F, Op.FB]] = np.where(offloads, kept, 0.0), np.where(offloads, -kept, 0.0)
+    recomputed[[Op.B, Op.I]] = full - kept
     held[Op.I], held[Op.W] = late, -late
     kinds = {
-        Kind.ACTIVATIONS: (begun, ended),
-        Kind.HELD: (np.zeros_like(held), held),
-        Kind.RECOMPUTE: (remade, -remade),
+        MemoryKind.ACTIVATIONS: (begun, ended),
+        MemoryKind.HELD: (np.zeros_like(held), held),
+        MemoryKind.RECOMPUTE: (recomputed, -recomputed),
     }
-    return Tables(kinds, np.where(away, kept, 0.0))
+    return ActivationTables(kinds, np.where(offloads, kept, 0.0))
 
 
-def activation_changes(schedule: Schedule, costs: Costs) -> dict[Kind, Changes]:
-    """What each row does to the activations of its slot."""
+def activation_changes(schedule: Schedule, costs: Costs) -> dict[MemoryKind, Changes]:
+    """Return, by row, the changes of its slot's activations, by kind."""
     op, stage = schedule.rows.op, schedule.rows.stage
     tables = activation_tables(costs, shares(schedule.shape))
     changes = {kind: (begun[op, stage], ended[op, stage]) for kind, (begun, ended) in tables.kinds.items()}
     if costs.offloads.any():
-        (begun, ended), found = changes[Kind.ACTIVATIONS], marks(schedule)
-        begun += marked(schedule, found, Mark.FIRST, tables.copy)
-        ended -= marked(schedule, found, Mark.LAST, tables.copy)
+        (begun, ended), events = changes[MemoryKind.ACTIVATIONS], memory_events(schedule)
+        begun += _at_event(schedule, events, MemoryEvent.FIRST_FORWARD, tables.copy)
+        ended -= _at_event(schedule, events, MemoryEvent.LAST_BACKWARD, tables.copy)
     return changes
 
 
-def marked(schedule: Schedule, found: MarkArray, mark: Mark, per_stage: FloatArray) -> FloatArray:
-    """By row: what its stage has, where it is so marked."""
-    change: FloatArray = np.where(found & mark, per_stage[schedule.rows.stage], 0.0)
+def _at_event(schedule: Schedule, events: EventArray, event: MemoryEvent, per_stage: FloatArray) -> FloatArray:
+    """Return, by row, the number of its stage where the row has the event, else 0."""
+    change: FloatArray = np.where(events & event, per_stage[schedule.rows.stage], 0.0)
     return change
 
 
 def levels(schedule: Schedule, changes: Changes) -> Changes:
-    """The level on its slot after each row has started, and after it has ended."""
+    """Return the level on each row's slot after its start, and after its end."""
     level = np.cumsum(np.stack(changes, axis=1).ravel())
     before = np.concatenate(([0.0], level))[2 * schedule.starts[:-1]]
     level -= np.repeat(before, 2 * np.diff(schedule.starts))
@@ -96,7 +96,7 @@ def levels(schedule: Schedule, changes: Changes) -> Changes:
 
 
 def highest(schedule: Schedule, begun: FloatArray, ended: FloatArray) -> FloatArray:
-    """The highest level on every slot."""
+    """Return the highest level of every slot."""
     top = np.zeros(schedule.shape.slots)
     slot = schedule.slot_of_rows()
     np.maximum.at(top, slot, begun)
@@ -105,38 +105,41 @@ def highest(schedule: Schedule, begun: FloatArray, ended: FloatArray) -> FloatAr
 
 
 def most_versions(schedule: Schedule) -> FloatArray:
-    """Most weight versions alive on every slot of a lowered schedule, on one of its stages."""
+    """Return the most weight versions of one stage that every slot of a lowered schedule holds at once."""
     return 1.0 + highest(schedule, *levels(schedule, _version_changes(schedule, np.ones(schedule.shape.stages))))
 
 
 def _version_changes(schedule: Schedule, weights: FloatArray) -> Changes:
-    found = marks(schedule)
-    return marked(schedule, found, Mark.BORN, weights), -marked(schedule, found, Mark.DEAD, weights)
+    events = memory_events(schedule)
+    kept = _at_event(schedule, events, MemoryEvent.VERSION_KEPT, weights)
+    return kept, -_at_event(schedule, events, MemoryEvent.VERSION_FREED, weights)
 
 
-def standing(shape: Shape, costs: Costs) -> dict[Kind, FloatArray]:
-    """What every slot holds all the time."""
+def standing(shape: Shape, costs: Costs) -> dict[MemoryKind, FloatArray]:
+    """Return the bytes of weights and optimizer state of every slot, which it holds at all times."""
     weights, optimizer, foot = np.zeros(shape.ranks), np.zeros(shape.ranks), costs.footprint
     np.add.at(weights, shape.stage_rank, foot.weights + (0.0 if foot.buffers is None else foot.buffers))
     np.add.at(optimizer, shape.stage_rank, foot.optimizer)
-    return {Kind.WEIGHTS: weights[shape.slot_rank], Kind.OPTIMIZER: optimizer[shape.slot_rank]}
+    return {MemoryKind.WEIGHTS: weights[shape.slot_rank], MemoryKind.OPTIMIZER: optimizer[shape.slot_rank]}
 
 
 @dataclass(frozen=True, eq=False)
-class Memory:
-    """Bytes on every slot, by kind: `standing` all the time; on top, after each row's start and after its end."""
+class MemoryUse:
+    """Bytes of every slot, by kind: `standing` at all times, and in addition those after each row's start and end."""
 
-    standing: dict[Kind, FloatArray]  # by slot
-    begun: dict[Kind, FloatArray]  # by row
-    ended: dict[Kind, FloatArray]
+    standing: dict[MemoryKind, FloatArray]  # by slot
+    begun: dict[MemoryKind, FloatArray]  # by row
+    ended: dict[MemoryKind, FloatArray]
 
     @classmethod
-    def predicted(cls, schedule: Schedule, costs: Costs) -> Memory:
-        found, foot = marks(schedule), costs.footprint
-        made, freed = (marked(schedule, found, mark, foot.gradients) for mark in (Mark.MADE, Mark.FREED))
+    def predicted(cls, schedule: Schedule, costs: Costs) -> MemoryUse:
+        """Return the memory of a lowered schedule according to its costs."""
+        events, foot = memory_events(schedule), costs.footprint
+        allocated = _at_event(schedule, events, MemoryEvent.GRADIENT_ALLOCATED, foot.gradients)
+        freed = _at_event(schedule, events, MemoryEvent.GRADIENT_FREED, foot.gradients)
         changes = {
-            Kind.VERSIONS: _version_changes(schedule, foot.weights),
-            Kind.GRADIENTS: (made, -freed),
+            MemoryKind.VERSIONS: _version_changes(schedule, foot.weights),
+            MemoryKind.GRADIENTS: (allocated, -freed),
             **activation_changes(schedule, costs),
         }
         by_row = {kind: levels(schedule, change) for kind, change in changes.items()}
@@ -146,13 +149,13 @@ class Memory:
             {kind: ended for kind, (_, ended) in by_row.items()},
         )
 
-    def peak(self, schedule: Schedule, kinds: Iterable[Kind] = tuple(Kind)) -> FloatArray:
-        """The highest sum of some kinds on every slot."""
-        wanted = set(kinds)
-        nothing = np.zeros(len(schedule))
-        begun = sum((level for kind, level in self.begun.items() if kind in wanted), nothing)
-        ended = sum((level for kind, level in self.ended.items() if kind in wanted), nothing)
-        always = sum((level for kind, level in self.standing.items() if kind in wanted), np.zeros(schedule.shape.slots))
+    def peak(self, schedule: Schedule, kinds: Iterable[MemoryKind] = tuple(MemoryKind)) -> FloatArray:
+        """Return the highest sum of the given kinds on every slot."""
+        kinds = set(kinds)
+        zeros = np.zeros(len(schedule))
+        begun = sum((level for kind, level in self.begun.items() if kind in kinds), zeros)
+        ended = sum((level for kind, level in self.ended.items() if kind in kinds), zeros)
+        always = sum((level for kind, level in self.standing.items() if kind in kinds), np.zeros(schedule.shape.slots))
         return highest(schedule, begun, ended) + always
 
     def to_json(self) -> dict[str, Any]:
@@ -162,11 +165,13 @@ class Memory:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], slots: int, rows: int) -> Memory:
-        def read(part: str, length: int) -> dict[Kind, FloatArray]:
-            return {Kind(kind): column(f"{part} of {kind}", values, length) for kind, values in data[part].items()}
+    def from_json(cls, data: dict[str, Any], slots: int, rows: int) -> MemoryUse:
+        def read(part: str, length: int) -> dict[MemoryKind, FloatArray]:
+            return {
+                MemoryKind(kind): column(f"{part} of {kind}", values, length) for kind, values in data[part].items()
+            }
 
         memory = cls(read("standing", slots), read("begun", rows), read("ended", rows))
         if set(memory.begun) != set(memory.ended):
-            raise InputError("the same kinds of memory in begun and ended", "others", "write it with to_json")
+            raise InputError("the same kinds of memory in begun and ended", "different ones", "write it with to_json")
         return memory

@@ -1,10 +1,10 @@
-"""Seconds from one mini-batch to the next, so that runs of different lengths can stand side by side.
+"""Seconds per mini-batch, so that runs of different lengths can be compared.
 
-A synchronous run repeats its step: each mini-batch has its own fill and drain. An asynchronous one fills once, then
-takes in a mini-batch whenever one leaves, and drains once; what it takes in between is found where neither end is felt:
+In a synchronous run, each mini-batch has its own fill and drain. An asynchronous run fills once and drains once; its
+seconds per mini-batch are measured between fill and drain, where
 
-    fill     until every slot has begun
-    drain    from the moment at which a slot has run its last forward
+    fill     lasts until every slot has begun
+    drain    begins when a slot has run its last forward
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from penstock.core.shape import Law
 
 @dataclass(frozen=True)
 class Pace:
-    """One mini-batch among many."""
+    """Time and bubble of one mini-batch in the steady state, and the time of fill and drain."""
 
     seconds: float
-    bubble: float  # the share of them in which a slot is idle, on average
-    fill_and_drain: float  # what the makespan has beyond them
+    bubble: float  # share of the seconds in which a slot is idle, mean over the slots
+    fill_and_drain: float  # makespan minus the seconds of all mini-batches
 
 
 def pace(schedule: Schedule, start: FloatArray, end: FloatArray, work: FloatArray) -> Pace | None:
-    """The pace of a run; None where an asynchronous one is too short to have a steady state. `work`: by slot."""
+    """Return the pace of a run, None if an asynchronous run is too short for a steady state. `work` is by slot."""
     shape = schedule.shape
     if not len(end):
         return None
@@ -43,7 +43,7 @@ def pace(schedule: Schedule, start: FloatArray, end: FloatArray, work: FloatArra
 
 
 def _steady(schedule: Schedule, start: FloatArray, end: FloatArray) -> float | None:
-    """Seconds between the ends of two mini-batches of the steady state, of as many as there are."""
+    """Return the seconds per mini-batch of the steady state, as a mean over all mini-batches in it."""
     shape, op = schedule.shape, schedule.rows.op
     slots, compute = schedule.slot_of_rows(), op <= Op.FB
     begun, forward = np.full(shape.slots, np.inf), np.full(shape.slots, -np.inf)
@@ -53,7 +53,7 @@ def _steady(schedule: Schedule, start: FloatArray, end: FloatArray) -> float | N
     left = np.full(shape.batches, -np.inf)
     np.maximum.at(left, schedule.rows.microbatch[compute] // shape.microbatches, end[compute])
     within = np.flatnonzero((left >= begun.max()) & (left <= forward.min()))
-    period = lcm(*shape.replicas) if shape.turns else 1  # replicas in turns repeat after so many mini-batches
+    period = lcm(*shape.replicas) if shape.turns else 1  # replicas that take turns repeat after so many mini-batches
     if len(within) < 2:
         return None
     last = int(within[-1])

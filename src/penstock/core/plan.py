@@ -1,4 +1,4 @@
-"""How a model is cut, placed and scheduled: what a planner decides and an engine carries out."""
+"""A plan: how a model is cut into stages, placed on devices and scheduled."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.core.arguments import named_fields
-from penstock.core.given import from_json_of, truth, whole
+from penstock.core.validation import from_json_of, truth, whole
 from penstock.errors import InputError
 
 
 @named_fields
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: the layers `first` to `last` (both included), and whether it recomputes or offloads activations."""
+    """One stage: its layers `first` to `last` inclusive, and whether it recomputes or offloads activations."""
 
     first: int
     last: int
@@ -30,10 +30,10 @@ class StagePlan:
 @named_fields
 @dataclass(frozen=True)
 class Plan:
-    """Stages in model order, the rank that holds each, and the devices of each slot of each rank.
+    """Stages in model order, the rank of each, and the devices of each slot of each rank.
 
-    `devices[rank][replica]` lists the devices of that slot: one, or its tensor group. Tensor parallelism lives only
-    here; a schedule never sees it.
+    `devices[rank][replica]` lists the devices of that slot: one, or its tensor group. Tensor parallelism is part of the
+    plan only; schedules do not represent it.
     """
 
     stages: tuple[StagePlan, ...]
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Layers at which the second, third, ... stage begins."""
+        """Numbers of the layers at which the second, third, ... stage begins."""
         return tuple(stage.first for stage in self.stages[1:])
 
     @property

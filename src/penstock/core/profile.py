@@ -1,4 +1,4 @@
-"""What was measured (or estimated) of a model: its layers, and the graph of what feeds what."""
+"""A profile: the measured or estimated costs of a model's layers, and the graph of data between them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from penstock.core.arguments import named_fields
-from penstock.core.given import from_json_of, number, text, whole
 from penstock.core.links import FloatArray
+from penstock.core.validation import from_json_of, number, text, whole
 from penstock.errors import InputError
 
 CORRECT = "correct the profile"
@@ -28,33 +28,33 @@ class Layer:
     input_grad: float
     weight_grad: float
     output_bytes: float = 0.0
-    kept_bytes: float = 0.0  # kept by the forward for the backward
-    kept_until_weight_bytes: float = 0.0  # the part of it that must stay until the weight gradient
+    kept_bytes: float = 0.0  # kept from forward to backward
+    kept_until_weight_bytes: float = 0.0  # the part that is kept until the weight gradient
     parameter_bytes: float = 0.0
     buffer_bytes: float = 0.0
     optimizer_bytes: float = 0.0
     update: float = 0.0  # of the optimizer, once a mini-batch
-    full_backward: float = 0.0  # both gradients in one backward, where that was measured too
-    spread: float = 0.0  # of the seconds from sample to sample: between the quartiles, as a share of the median
+    full_backward: float = 0.0  # both gradients in one backward, where measured
+    spread: float = 0.0  # interquartile range of the measured seconds, as a share of the median
 
     def __post_init__(self) -> None:
         text("the name of a layer", self.name, CORRECT)
         for entry in fields(self)[1:]:
-            _take(self, entry.name, f"{entry.name} of layer {self.name!r}")
+            _set_float(self, entry.name, f"{entry.name} of layer {self.name!r}")
 
     @classmethod
     def from_json(cls, data: dict[str, Any], at: int) -> Layer:
-        """The layer of a profile's JSON that has this number there."""
+        """Return the layer number `at` of a profile's JSON."""
         keys, needed = {entry.name for entry in fields(cls)}, ("name", "forward", "input_grad", "weight_grad")
-        strange, missing = sorted(set(data) - keys), [key for key in needed if key not in data]
-        if strange or missing:
-            came = f"the unknown key {strange[0]!r}" if strange else f"no {missing[0]}"
+        unknown, missing = sorted(set(data) - keys), [key for key in needed if key not in data]
+        if unknown or missing:
+            came = f"the unknown key {unknown[0]!r}" if unknown else f"no {missing[0]}"
             raise InputError(f"the figures of a layer in layers[{at}]", came, "write it with to_json")
         return cls(**data)
 
     @property
     def backward(self) -> float:
-        """Seconds of both gradients, computed together."""
+        """Seconds of both gradients computed together."""
         return self.full_backward or self.input_grad + self.weight_grad
 
     @property
@@ -64,19 +64,19 @@ class Layer:
 
 @dataclass(frozen=True)
 class Sent:
-    """A tensor that leaves the layer that makes it: its bytes, and the layers that read it."""
+    """A tensor that other layers read: the layer that produces it, its readers and its bytes."""
 
     source: int
     readers: tuple[int, ...]
     bytes: float
 
     def __post_init__(self) -> None:
-        _take(self, "bytes", f"bytes of a tensor that layer {self.source} sends")
+        _set_float(self, "bytes", f"bytes of a tensor that layer {self.source} sends")
 
 
 @dataclass(frozen=True)
 class PerStage:
-    """Seconds that a stage takes for itself, whatever its layers: for each forward, each backward, and each update."""
+    """Overhead of a stage in seconds, independent of its layers, of each forward, backward and update."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -84,36 +84,35 @@ class PerStage:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            _take(self, entry.name, f"{entry.name} of per_stage")
+            _set_float(self, entry.name, f"{entry.name} of per_stage")
 
 
-def _take(noun: object, name: str, what: str) -> None:
-    """Make a figure a float, if it is one: planners add them up in arrays, where whole numbers have 64 bits."""
-    value = getattr(noun, name)
+def _set_float(entry: object, name: str, what: str) -> None:
+    """Check a number and convert it to float: planners add numbers up in arrays, where integers may overflow."""
+    value = getattr(entry, name)
     number(what, value, CORRECT)
-    object.__setattr__(noun, name, float(value))
+    object.__setattr__(entry, name, float(value))
 
 
 @named_fields
 @dataclass(frozen=True)
 class Profile:
-    """Layers in an order in which each comes after all that feed it; `edges` are (from, to) pairs of layer numbers.
+    """Layers in topological order, and `edges`, the (from, to) pairs of layer numbers.
 
-    Where a layer's output is several tensors that go different ways, `sent` has them all. `newest` is the share by
-    which all takes longer where backwards are given newer weights than their forwards had. `jitter` is by how much
-    the seconds of a stage's forward or backward deviate from one micro-batch to the next: the root of the mean square,
-    as a share of their mean.
+    Where a layer outputs several tensors with different readers, `sent` lists all tensors. `newest` is the share by
+    which everything is slower when backwards use newer weights than their forwards. `jitter` is the standard deviation
+    of a stage's seconds from one micro-batch to the next, as a share of their mean.
     """
 
     layers: tuple[Layer, ...]
     edges: tuple[tuple[int, int], ...] = ()
-    samples: int = 1  # rows of the micro-batch that was measured
+    samples: int = 1  # rows of the measured micro-batch
     device: str = "unknown"
     sent: tuple[Sent, ...] = ()
     per_stage: PerStage = PerStage()
-    repetitions: int = 0  # samples that the seconds come from
-    disturbed: int = 0  # those among them during which other processes used the cores
-    busy: int = 1  # processes that measured at the same time
+    repetitions: int = 0  # samples of the measurement
+    disturbed: int = 0  # samples during which other processes used the cores
+    busy: int = 1  # processes that measured at once
     newest: float = 0.0
     jitter: float = 0.0
 
@@ -125,9 +124,9 @@ class Profile:
         number("jitter", self.jitter, CORRECT)
         if not self.edges:
             object.__setattr__(self, "edges", tuple((i, i + 1) for i in range(len(self.layers) - 1)))
-        for one in self.sent:
-            whole("the layer that sends a tensor", one.source, 0, len(self.layers) - 1)
-        pairs = [(one.source, reader) for one in self.sent for reader in one.readers]
+        for tensor in self.sent:
+            whole("the layer that sends a tensor", tensor.source, 0, len(self.layers) - 1)
+        pairs = [(tensor.source, reader) for tensor in self.sent for reader in tensor.readers]
         for a, b in (*self.edges, *pairs):
             if not 0 <= whole("the layer of an edge", a, 0) < whole("the layer of an edge", b, 0) < len(self.layers):
                 raise InputError(
@@ -137,9 +136,9 @@ class Profile:
                 )
 
     def crossing(self, cuts: tuple[int, ...]) -> dict[tuple[int, int], float]:
-        """Bytes that stage a hands to stage b, for stages that begin at the layers `cuts` (the first at 0).
+        """Return the bytes sent from stage a to stage b, by (a, b), for stages that begin at layers 0 and `cuts`.
 
-        A layer's output that several layers of one stage use crosses once.
+        An output that several layers of one stage read is sent once.
         """
         if self._crossings.keys() != {cuts}:
             self._crossings.clear()
@@ -148,32 +147,32 @@ class Profile:
 
     @cached_property
     def _crossings(self) -> dict[tuple[int, ...], dict[tuple[int, int], float]]:
-        """What the last cuts were found to cross: the costs of a plan ask for it several times."""
+        """Result of `crossing` for the cuts of the last call: the costs of a plan need it several times."""
         return {}
 
     def _crossing(self, cuts: tuple[int, ...]) -> dict[tuple[int, int], float]:
         stage = self._stages(cuts)
         crosses: dict[tuple[int, int], float] = {}
-        for one in self.outputs:
-            for reader in {stage[layer] for layer in one.readers} - {stage[one.source]}:
-                pair = (stage[one.source], reader)
-                crosses[pair] = crosses.get(pair, 0.0) + one.bytes
+        for tensor in self.outputs:
+            for reader in {stage[layer] for layer in tensor.readers} - {stage[tensor.source]}:
+                pair = (stage[tensor.source], reader)
+                crosses[pair] = crosses.get(pair, 0.0) + tensor.bytes
         return dict(sorted(crosses.items()))
 
     def leaving(self, cuts: tuple[int, ...]) -> list[float]:
-        """Bytes that each stage makes for others, and keeps beside what its layers keep. Known from `sent` alone."""
-        stage, found = self._stages(cuts), [0.0] * (len(cuts) + 1)
-        for one in self.sent:
-            if any(stage[reader] != stage[one.source] for reader in one.readers):
-                found[stage[one.source]] += one.bytes
-        return found
+        """Return the bytes of `sent` that each stage sends, which it keeps beside those that its layers keep."""
+        stage, leaving = self._stages(cuts), [0.0] * (len(cuts) + 1)
+        for tensor in self.sent:
+            if any(stage[reader] != stage[tensor.source] for reader in tensor.readers):
+                leaving[stage[tensor.source]] += tensor.bytes
+        return leaving
 
     def _stages(self, cuts: tuple[int, ...]) -> list[int]:
         starts = (0, *cuts)
         return [bisect_right(starts, layer) - 1 for layer in range(len(self.layers))]
 
     def column(self, name: str) -> FloatArray:
-        """One figure of all layers."""
+        """Return one figure of all layers, by its name."""
         return self._columns[name]
 
     @cached_property
@@ -183,7 +182,7 @@ class Profile:
 
     @cached_property
     def outputs(self) -> tuple[Sent, ...]:
-        """All that layers send: unless there is more to know, one tensor for each that feeds others."""
+        """Tensors that layers send: `sent`, or else one for each layer with successors."""
         if self.sent:
             return self.sent
         readers: dict[int, list[int]] = {}
@@ -197,7 +196,7 @@ class Profile:
             "edges": [list(edge) for edge in self.edges],
             "samples": self.samples,
             "device": self.device,
-            "sent": [[one.source, list(one.readers), one.bytes] for one in self.sent],
+            "sent": [[tensor.source, list(tensor.readers), tensor.bytes] for tensor in self.sent],
             "per_stage": asdict(self.per_stage),
             "repetitions": self.repetitions,
             "disturbed": self.disturbed,

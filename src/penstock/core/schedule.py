@@ -1,7 +1,7 @@
-"""The Schedule: for each slot, an ordered list of actions, kept in arrays so that ten million fit.
+"""The Schedule: for each slot, an ordered list of actions, stored in arrays so that ten million fit into memory.
 
-Builders emit compute rows; `lower` makes from them a schedule with transfers, reductions and updates. Both are of this
-one type, and everything in penstock reads it: checker, simulator, engines, pictures.
+Builders create compute rows; `lower` adds transfers, reductions and updates. Both schedules are of this type, which the
+checker, the simulator, the engine and the reports read.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from penstock.core.action import COMPUTE, Action, Op
 from penstock.core.arguments import named_fields
-from penstock.core.given import from_json_of, truth
 from penstock.core.shape import IntArray, Shape
+from penstock.core.validation import from_json_of, truth
 from penstock.errors import InputError
 
 OpArray = npt.NDArray[np.uint8]
@@ -25,15 +25,15 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """The columns of a schedule, one entry an action."""
+class ScheduleRows:
+    """Columns of a schedule, with one entry per action."""
 
     op: OpArray
     stage: IntArray
     microbatch: IntArray
     version: IntArray
-    peer: IntArray  # stage at the other end of a transfer, -1 elsewhere
-    replica: IntArray  # its replica, -1 elsewhere
+    peer: IntArray  # stage at the other end of a transfer, else -1
+    replica: IntArray  # its replica, else -1
 
     def __len__(self) -> int:
         return len(self.op)
@@ -41,15 +41,15 @@ class Rows:
     @classmethod
     def compute(
         cls, op: npt.ArrayLike, stage: npt.ArrayLike, microbatch: npt.ArrayLike, version: npt.ArrayLike
-    ) -> Rows:
-        """Rows without transfers: the two columns of the other end cost no memory."""
+    ) -> ScheduleRows:
+        """Return rows without transfers, whose columns `peer` and `replica` use no memory."""
         ops = np.asarray(op, dtype=np.uint8)
-        nobody = np.broadcast_to(np.int32(-1), ops.shape)
+        none = np.broadcast_to(np.int32(-1), ops.shape)
         at, k, v = (np.asarray(column, dtype=np.int32) for column in (stage, microbatch, version))
-        return cls(ops, at, k, v, nobody, nobody)
+        return cls(ops, at, k, v, none, none)
 
     @classmethod
-    def of_actions(cls, actions: Iterable[Action]) -> Rows:
+    def of_actions(cls, actions: Iterable[Action]) -> ScheduleRows:
         flat = [part for action in actions for part in _flatten(action)]
         table = np.array(
             [(a.op, a.stage, a.microbatch, a.version, a.peer, a.replica) for a in flat], dtype=np.int32
@@ -60,23 +60,23 @@ class Rows:
     def columns(self) -> tuple[OpArray, IntArray, IntArray, IntArray, IntArray, IntArray]:
         return self.op, self.stage, self.microbatch, self.version, self.peer, self.replica
 
-    def take(self, index: Any) -> Rows:
-        """The rows that a slice, mask or index array selects."""
-        return Rows(*(column[index] for column in self.columns()))
+    def take(self, index: Any) -> ScheduleRows:
+        """Return the rows that a slice, mask or index array selects."""
+        return ScheduleRows(*(column[index] for column in self.columns()))
 
-    def same_as(self, other: Rows) -> bool:
+    def same_as(self, other: ScheduleRows) -> bool:
         ours: tuple[np.ndarray, ...] = self.columns()
         theirs: tuple[np.ndarray, ...] = other.columns()
         return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-ROOM = 1 << 20  # entries of a table that any schedule may have
+FREE_ENTRIES = 1 << 20  # entries of a table that any schedule may have
 
 
-def _require_room(shape: Shape, rows: int) -> None:
-    """Refuse numbers of micro-batches that a few actions cannot mean: every law has tables of them."""
+def _require_enough_rows(shape: Shape, rows: int) -> None:
+    """Raise InputError for far more micro-batches than there are actions: `check` has tables of micro-batches."""
     entries = int(shape.stage_replicas.sum()) * shape.total
-    if entries > ROOM + 16 * rows:
+    if entries > FREE_ENTRIES + 16 * rows:
         raise InputError(
             f"{entries} forwards, as {shape.stages} stages and {shape.total} micro-batches have",
             f"{rows} actions in all",
@@ -91,10 +91,10 @@ def _flatten(action: Action) -> tuple[Action, ...]:
 @named_fields
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Actions of every slot in order: slot s holds rows starts[s] to starts[s + 1]."""
+    """Actions of every slot in order: those of slot s are rows starts[s] to starts[s + 1] - 1."""
 
     shape: Shape
-    rows: Rows
+    rows: ScheduleRows
     starts: LongArray
     lowered: bool = False
 
@@ -102,8 +102,8 @@ class Schedule:
     def of_slots(cls, shape: Shape, slots: Sequence[Sequence[Action]], lowered: bool = False) -> Schedule:
         if len(slots) != shape.slots:
             raise InputError(f"one list of actions for each of {shape.slots} slots", len(slots), "give one a slot")
-        rows = Rows.of_actions(action for slot in slots for action in slot)
-        _require_room(shape, len(rows))
+        rows = ScheduleRows.of_actions(action for slot in slots for action in slot)
+        _require_enough_rows(shape, len(rows))
         lengths = [sum(len(_flatten(action)) for action in slot) for slot in slots]
         return cls(shape, rows, np.concatenate(([0], np.cumsum(lengths))).astype(np.int64), lowered)
 
@@ -123,27 +123,27 @@ class Schedule:
     __hash__ = None  # type: ignore[assignment]  # arrays inside: compare, do not hash
 
     def slot_of_rows(self) -> IntArray:
-        """The slot of every row."""
+        """Return the slot of every row."""
         return np.repeat(np.arange(self.shape.slots, dtype=np.int32), np.diff(self.starts))
 
     def is_compute(self) -> BoolArray:
-        """Which rows are compute actions (the rest are transfers, reductions, updates)."""
+        """Return the mask of rows that are compute actions, not transfers, reductions or updates."""
         return np.isin(self.rows.op, [int(op) for op in COMPUTE])
 
     def action(self, row: int) -> Action:
-        """The action of one row; the backward half of an overlapped pair comes with its forward."""
+        """Return the action of one row; that of an overlapped forward includes its backward."""
         op, stage, microbatch, version, peer, replica = (int(column[row]) for column in self.rows.columns())
         joined = self.action(row + 1) if op == Op.FB and self._overlaps(row) else None
         return Action(Op(op), stage, microbatch, version, peer, replica, joined)
 
     def _overlaps(self, row: int) -> bool:
-        """Whether the full backward that an F&B needs stands right behind it, on the same slot."""
-        behind = row + 1
-        same_slot = self.starts[np.searchsorted(self.starts, behind)] != behind
-        return bool(same_slot and self.rows.op[behind] == Op.B)
+        """Return True if the full backward of an F&B is the next row of the same slot."""
+        following = row + 1
+        same_slot = self.starts[np.searchsorted(self.starts, following)] != following
+        return bool(same_slot and self.rows.op[following] == Op.B)
 
     def actions(self, slot: int) -> Iterator[Action]:
-        """The actions of one slot in order, made on demand."""
+        """Yield the actions of one slot in order."""
         row, end = int(self.starts[slot]), int(self.starts[slot + 1])
         while row < end:
             action = self.action(row)
@@ -151,7 +151,7 @@ class Schedule:
             row += len(_flatten(action))
 
     def words(self) -> list[list[str]]:
-        """The grid: one list of words a slot."""
+        """Return the grid: one list of words per slot."""
         return [[str(action) for action in self.actions(slot)] for slot in range(self.shape.slots)]
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""What a schedule is a schedule of: stages, ranks, replicas, micro-batches, and the law its weight versions obey.
+"""The shape of a schedule: its stages, ranks, replicas, micro-batches, and the law of its weight versions.
 
-A *stage* is one piece of the model, numbered in model order. A *rank* is one place of the pipeline and holds one or
+A *stage* is one part of the model, numbered in model order. A *rank* is one position of the pipeline and has one or
 more stages (its chunks). A *slot* is one replica of a rank; slots are numbered rank by rank, replica by replica.
-Micro-batches are numbered through all mini-batches: micro-batch k belongs to mini-batch k // microbatches.
+Micro-batches are numbered across all mini-batches: micro-batch k belongs to mini-batch k // microbatches.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.given import from_json_of, shown, text, whole
+from penstock.core.validation import from_json_of, shown, text, whole
 from penstock.errors import InputError
 
 IntArray = npt.NDArray[np.int32]
-MOST = 2**31 - 1  # what the columns of a schedule can count
+MOST = 2**31 - 1  # largest number in a column of a schedule
 
 
 class Law(StrEnum):
-    """Which weight version an action must name. check.py states each; engine and simulator obey it."""
+    """Rule for the weight version that an action names. `check` enforces it."""
 
-    SYNC = "sync"  # mini-batch b uses version b everywhere; its update makes b + 1
+    SYNC = "sync"  # mini-batch b uses version b on all stages; its update creates b + 1
     STASH = "stash"  # a forward uses the newest version, its backward the same one
     VERTICAL = "vertical"  # every stage uses the version that the first stage used
-    NEWEST = "newest"  # forward and backward each use whatever is newest
-    TWO_BW = "2bw"  # mini-batch b uses version max(b - 1, 0): delay exactly one, two alive
+    NEWEST = "newest"  # forward and backward each use the newest version
+    TWO_BW = "2bw"  # mini-batch b uses version max(b - 1, 0): a delay of exactly one, two versions in memory
 
 
 class Sharing(StrEnum):
-    """How the replicas of a rank share the work."""
+    """Division of the work among the replicas of a rank."""
 
-    SPLIT = "split"  # each micro-batch is split by rows over the replicas
-    TURNS = "turns"  # whole mini-batches go round robin: mini-batch b to replica b mod r
+    SPLIT = "split"  # the rows of each micro-batch are split over the replicas
+    TURNS = "turns"  # round robin: replica b mod r runs mini-batch b
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The frame of a schedule. `placement[s]` is the rank of stage s; `edges` are the stages that exchange data."""
+    """Frame of a schedule. `placement[s]` is the rank of stage s; `edges` are pairs of stages that exchange data."""
 
     name: str
     law: Law
@@ -115,7 +115,7 @@ class Shape:
 
     @property
     def total(self) -> int:
-        """Micro-batches in all mini-batches together."""
+        """Number of micro-batches of all mini-batches together."""
         return self.microbatches * self.batches
 
     @cached_property
@@ -124,7 +124,7 @@ class Shape:
 
     @cached_property
     def first_slot(self) -> IntArray:
-        """First slot of each rank, and the number of slots behind the last."""
+        """First slot of each rank, followed by the number of slots."""
         return np.concatenate(([0], np.cumsum(self.replicas))).astype(np.int32)
 
     @cached_property
@@ -144,40 +144,42 @@ class Shape:
         return np.array(self.replicas, dtype=np.int32)[self.stage_rank]
 
     @cached_property
-    def seats(self) -> IntArray:
-        """A seat is one replica of one stage: seat = seats[stage] + replica. The last entry counts them all."""
+    def replica_start(self) -> IntArray:
+        """Offset of each stage in tables with an entry per replica of a stage: replica_start[stage] + replica.
+
+        The last entry is the size of such a table.
+        """
         return np.concatenate(([0], np.cumsum(self.stage_replicas))).astype(np.int32)
 
     @cached_property
-    def seat_places(self) -> tuple[IntArray, IntArray]:
-        """The stage and the slot of every seat."""
+    def replica_places(self) -> tuple[IntArray, IntArray]:
+        """Stage and slot of every entry of a table with an entry per replica of a stage."""
         stage = np.repeat(np.arange(self.stages, dtype=np.int32), self.stage_replicas)
-        replica = np.arange(len(stage), dtype=np.int32) - self.seats[stage]
+        replica = np.arange(len(stage), dtype=np.int32) - self.replica_start[stage]
         return stage, self.first_slot[self.stage_rank[stage]] + replica
 
     @cached_property
     def chunks(self) -> int:
-        """Most stages that any rank holds."""
+        """Largest number of stages of a rank."""
         return int(np.bincount(self.stage_rank).max())
 
     def slot(self, stage: int, replica: int = 0) -> int:
+        """Return the slot of a replica of a stage."""
         return int(self.first_slot[self.placement[stage]]) + replica
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank in model order."""
         return tuple(stage for stage, at in enumerate(self.placement) if at == rank)
 
     @cached_property
-    def stage_rounds(self) -> npt.NDArray[np.int64]:
-        """Updates that the whole schedule makes on each stage."""
+    def stage_updates(self) -> npt.NDArray[np.int64]:
+        """Number of updates of each stage in the whole schedule."""
         replicas = self.stage_replicas if self.turns else np.ones_like(self.stage_replicas)
         return -(-self.batches // replicas.astype(np.int64))
 
-    def rounds(self, stage: int) -> int:
-        return int(self.stage_rounds[stage])
-
     @cached_property
     def rank_chunks(self) -> IntArray:
-        """Stages on the rank of each stage."""
+        """Number of stages on each stage's rank."""
         return np.bincount(self.stage_rank)[self.stage_rank].astype(np.int32)
 
     @cached_property
@@ -185,8 +187,8 @@ class Shape:
         return Neighbours.of(self)
 
     @cached_property
-    def lanes(self) -> Lanes:
-        return Lanes.of(self)
+    def lanes(self) -> LaneTable:
+        return LaneTable.of(self)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -216,24 +218,24 @@ class Shape:
 
 
 def _whole(what: str, values: Sequence[int]) -> tuple[int, ...]:
-    """Whole numbers of 0 or more, as Python's own."""
+    """Return whole numbers of 0 or more as Python ints."""
     return tuple(whole(what, value, 0, MOST) for value in values)
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The edges by stage, in compressed rows: successors of s are `after[after_at[s]:after_at[s + 1]]`.
+    """The edges by stage, in compressed sparse rows: successors of s are `after[after_at[s]:after_at[s + 1]]`.
 
     A *lane* is one (edge, sending replica, receiving replica): lane = edge_lane[e] + i * replicas of the receiver + j.
     """
 
     after_at: IntArray
     after: IntArray
-    after_lane: IntArray  # first lane of the edge, beside `after`
+    after_lane: IntArray  # first lane of the edge, for each entry of `after`
     before_at: IntArray
     before: IntArray
     before_lane: IntArray
-    edge_lane: IntArray  # first lane of each edge of the shape, and the number of lanes behind the last
+    edge_lane: IntArray  # first lane of each edge of the shape, followed by the number of lanes
 
     @classmethod
     def of(cls, shape: Shape) -> Neighbours:
@@ -255,8 +257,8 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """The lanes between different ranks, one entry each, in the order of the edges."""
+class LaneTable:
+    """The lanes between different ranks, with one entry each, in the order of the edges."""
 
     number: IntArray
     source: IntArray  # the slot that sends the activation
@@ -265,36 +267,37 @@ class Lanes:
     share: npt.NDArray[np.float64]  # of a micro-batch's rows
 
     @classmethod
-    def of(cls, shape: Shape) -> Lanes:
-        found = []
+    def of(cls, shape: Shape) -> LaneTable:
+        entries = []
         for edge, (a, b) in enumerate(shape.edges):
             if shape.placement[a] == shape.placement[b]:
                 continue
             ours, theirs = int(shape.stage_replicas[a]), int(shape.stage_replicas[b])
-            every = common_rows(ours, theirs)
+            pairs = common_rows(ours, theirs)
             if shape.turns:
-                every = [(i, j, 1.0) for i in range(ours) for j in range(theirs)]
+                pairs = [(i, j, 1.0) for i in range(ours) for j in range(theirs)]
             first = int(shape.neighbours.edge_lane[edge])
-            found += [(first + i * theirs + j, shape.slot(a, i), shape.slot(b, j), edge, rows) for i, j, rows in every]
-        whole = np.array([lane[:4] for lane in found], dtype=np.int32).reshape(-1, 4).T.copy()
-        share = np.array([lane[4] for lane in found], dtype=np.float64)
-        return cls(whole[0], whole[1], whole[2], whole[3], share)
+            entries += [
+                (first + i * theirs + j, shape.slot(a, i), shape.slot(b, j), edge, rows) for i, j, rows in pairs
+            ]
+        number, source, target, edge_of = np.array([e[:4] for e in entries], dtype=np.int32).reshape(-1, 4).T.copy()
+        return cls(number, source, target, edge_of, np.array([e[4] for e in entries], dtype=np.float64))
 
     @cached_property
     def pairs(self) -> IntArray:
-        """(2, lanes): a number for the pair of slots that a tensor leaves and reaches, each way."""
+        """Numbers of the (sending slot, receiving slot) pairs of each lane, each way: an array (2, lanes)."""
         numbers: dict[tuple[int, int], int] = {}
         ends = zip(self.source.tolist(), self.target.tolist(), strict=True)
-        found = [[numbers.setdefault(way, len(numbers)) for way in ((a, b), (b, a))] for a, b in ends]
-        return np.array(found, dtype=np.int32).reshape(-1, 2).T
+        pairs = [[numbers.setdefault(way, len(numbers)) for way in ((a, b), (b, a))] for a, b in ends]
+        return np.array(pairs, dtype=np.int32).reshape(-1, 2).T
 
 
 @lru_cache(maxsize=4096)
 def common_rows(senders: int, receivers: int) -> list[tuple[int, int, float]]:
-    """(sender, receiver, share of the rows) of all that have rows in common, each having an equal part of all."""
-    found, i, j = [], 0, 0
+    """Return (sender, receiver, share of the rows) of replicas with common rows, if each side splits them equally."""
+    pairs, i, j = [], 0, 0
     while i < senders and j < receivers:
         first, last = max(i * receivers, j * senders), min((i + 1) * receivers, (j + 1) * senders)
-        found.append((i, j, (last - first) / (senders * receivers)))
+        pairs.append((i, j, (last - first) / (senders * receivers)))
         i, j = i + (last == (i + 1) * receivers), j + (last == (j + 1) * senders)
-    return found
+    return pairs

@@ -1,4 +1,4 @@
-"""A schedule as text: one line a slot, words separated by commas, and above them what the words cannot say.
+"""Schedules as CSV text: one line per slot, words separated by commas, and a head for everything else.
 
     # name: pipedream
     # law: stash
@@ -7,8 +7,8 @@
     0F0,0F1,0B0,0F2@1,0B1,0F3@2,0B2@1,0B3@2
     1F0,1B0,1F1@1,1B1@1,1F2@2,1B2@2,1F3@3,1B3@3
 
-A file without a head is one synchronous mini-batch; stages, ranks and micro-batches are read off its words. An empty
-cell is idle time and is passed over.
+A file without a head is one synchronous mini-batch; its words give stages, ranks and micro-batches. An empty cell is
+idle time and is ignored.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _KEYS = ("name", "law", "placement", "microbatches", "batches", "replicas", "sha
 
 @named
 def to_csv(schedule: Schedule) -> str:
-    """The text of a schedule; what a reader would assume anyway is left out of its head."""
+    """Return the text of a schedule, with a head that omits default values."""
     shape = schedule.shape
-    straight = Shape(shape.name, shape.law, tuple(range(shape.stages)), shape.microbatches)
+    default = Shape(shape.name, shape.law, tuple(range(shape.stages)), shape.microbatches)
     head = {"name": shape.name, "law": shape.law.value}
-    if shape.placement != straight.placement:
+    if shape.placement != default.placement:
         head["placement"] = ",".join(map(str, shape.placement))
     head |= {"microbatches": str(shape.microbatches), "batches": str(shape.batches)}
     if max(shape.replicas) > 1:
         head |= {"replicas": ",".join(map(str, shape.replicas)), "sharing": shape.sharing.value}
     elif shape.turns:
         head["sharing"] = shape.sharing.value
-    if shape.edges != straight.edges:
+    if shape.edges != default.edges:
         head["edges"] = ",".join(f"{a}-{b}" for a, b in shape.edges)
     if schedule.lowered:
         head["lowered"] = "yes"
     return "".join(f"# {key}: {value}\n" for key, value in head.items()) + "".join(
         f"{','.join(words) or ','}\n"
-        for words in schedule.words()  # an idle slot keeps its line
+        for words in schedule.words()  # an idle slot has a line too
     )
 
 
 @dataclass
 class _Sheet:
-    """What was read: the head, and the words of each slot with the line they stand on."""
+    """The content of a file: its head, and the actions of each slot with their line number."""
 
     where: str
     head: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class _Sheet:
 
 @named
 def from_csv(text: str, where: str = "schedule") -> Schedule:
-    """The inverse of `to_csv`; `where` names the source in messages."""
+    """Return the schedule of a text, the inverse of `to_csv`. `where` names the source in error messages."""
     sheet = _read(text, where)
     if not any(sheet.slots):
         raise FormatError(where, "at least one line of actions", "none", "write one line a rank, like 0F0,0B0")
@@ -74,7 +74,7 @@ def from_csv(text: str, where: str = "schedule") -> Schedule:
             where,
             f"{shape.slots} lines of actions, one a slot",
             len(sheet.slots),
-            "add or drop lines, or mend the head",
+            "add or drop lines, or correct the head",
         )
     return Schedule.of_slots(shape, sheet.slots, lowered)
 
@@ -102,8 +102,8 @@ def _read(text: str, where: str) -> _Sheet:
     return sheet
 
 
-def _value(sheet: _Sheet, key: str, otherwise: str) -> str:
-    return sheet.head.get(key, (otherwise, 0))[0]
+def _value(sheet: _Sheet, key: str, default: str) -> str:
+    return sheet.head.get(key, (default, 0))[0]
 
 
 def _numbers(sheet: _Sheet, key: str) -> tuple[int, ...]:
@@ -116,11 +116,11 @@ def _numbers(sheet: _Sheet, key: str) -> tuple[int, ...]:
         ) from None
 
 
-def _number(sheet: _Sheet, key: str, otherwise: int) -> int:
-    found = _numbers(sheet, key) or (otherwise,)
-    if len(found) > 1:
-        raise FormatError(f"{sheet.where}, line {sheet.head[key][1]}", f"one number for {key!r}", found, "keep one")
-    return found[0]
+def _number(sheet: _Sheet, key: str, default: int) -> int:
+    values = _numbers(sheet, key) or (default,)
+    if len(values) > 1:
+        raise FormatError(f"{sheet.where}, line {sheet.head[key][1]}", f"one number for {key!r}", values, "keep one")
+    return values[0]
 
 
 def _one_of(sheet: _Sheet, key: str, choices: tuple[str, ...]) -> str:
@@ -159,8 +159,8 @@ def _most_microbatch(action: Action) -> int:
     return action.microbatch if action.joined is None else max(action.microbatch, action.joined.microbatch)
 
 
-def _choice(sheet: _Sheet, key: str, kind: type[Choice], otherwise: str) -> Choice:
-    text = _value(sheet, key, otherwise)
+def _choice(sheet: _Sheet, key: str, kind: type[Choice], default: str) -> Choice:
+    text = _value(sheet, key, default)
     try:
         return kind(text)
     except ValueError:
@@ -190,21 +190,21 @@ def _edge(sheet: _Sheet, part: str) -> tuple[int, int]:
 
 
 def _placement(sheet: _Sheet, replicas: tuple[int, ...]) -> tuple[int, ...]:
-    """The rank of every stage, read off the lines its forwards stand on."""
+    """Return the rank of every stage: the one whose lines have most of its actions."""
     rank_of_line = [rank for rank, count in enumerate(replicas) for _ in range(count)] or list(range(len(sheet.slots)))
-    found: dict[int, dict[int, int]] = {}
+    counts: dict[int, dict[int, int]] = {}
     for line, slot in enumerate(sheet.slots):
         for action in slot:
             for part in (action, action.joined):
                 if part is not None and part.op in COMPUTE:
-                    votes = found.setdefault(part.stage, {})
+                    by_rank = counts.setdefault(part.stage, {})
                     rank = rank_of_line[line] if line < len(rank_of_line) else line
-                    votes[rank] = votes.get(rank, 0) + 1
-    stages = max(found, default=0) + 1
-    missing = next((stage for stage in range(stages) if stage not in found), None)
+                    by_rank[rank] = by_rank.get(rank, 0) + 1
+    stages = max(counts, default=0) + 1
+    missing = next((stage for stage in range(stages) if stage not in counts), None)
     if missing is not None:
         raise FormatError(
             sheet.where, f"actions of every stage from 0 to {stages - 1}", f"none of stage {missing}", "add them"
         )
-    # Most actions decide, so that one word on the wrong line is a fault that check points at.
-    return tuple(max(found[stage], key=lambda rank, votes=found[stage]: votes[rank]) for stage in range(stages))  # type: ignore[misc]
+    # The majority decides, so that a single word on the wrong line is a fault that `check` reports.
+    return tuple(max(counts[stage], key=counts[stage].__getitem__) for stage in range(stages))

@@ -1,13 +1,13 @@
-"""The text profiles of the literature: one line a node, then one line an edge, read into a Profile.
+"""Read the text profiles of the literature, with one line per node and one per edge, into a Profile.
 
     node4 -- Conv2d(3, 64) -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=[8; 4.0], parameter_size=36
         node4 -- node5
 
-Times are milliseconds, sizes bytes; a list of sizes counts as its sum; ` -- stage_id=K` may end a node's line and is
-left aside. A node that nothing feeds and whose name begins with "input" is data: it costs nothing, whatever is written.
-The files know one backward time: all of it becomes the input gradient's, since no split of it was measured. What a
-layer hands on is taken for what it keeps until its backward, as the planners that came with the files do; a node whose
-forward takes no time is a view of another's output and keeps nothing.
+Times are milliseconds, sizes bytes; a list of sizes counts as its sum; ` -- stage_id=K` at the end of a node's line is
+ignored. A node without predecessors whose name begins with "input" is data and costs nothing. The format has a single
+backward time, all of which becomes the input gradient's, since the two gradients were not measured apart. A layer is
+assumed to keep as many bytes for its backward as it outputs, as the planners published with the format assume; a node
+whose forward takes no time is a view of another output and keeps nothing.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.core.given import LARGEST
 from penstock.core.profile import Layer, Profile
+from penstock.core.validation import LARGEST
 from penstock.errors import FormatError
 
 FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -27,8 +27,8 @@ NUMBER = re.compile(r"node(\d+)")
 
 
 @dataclass
-class _Graph:
-    """What the lines say, by the names of the nodes, with the line of each for messages."""
+class _TextGraph:
+    """The content of a file, by the names of the nodes, with the line number of each for error messages."""
 
     where: str
     lines: dict[str, int] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class _Graph:
 
 
 def read_text_profile(path: str | Path, samples: int = 1) -> Profile:
-    """The profile in a text file; `samples` is the batch that was measured, which the format does not say."""
+    """Return the profile in a text file; `samples` is the measured batch size, which the format lacks."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -52,11 +52,11 @@ def read_text_profile(path: str | Path, samples: int = 1) -> Profile:
 
 
 def from_text_profile(text: str, where: str = "text profile", samples: int = 1) -> Profile:
-    """The profile in a text; messages name `where` and the line."""
-    graph = _Graph(where)
+    """Return the profile in a text; error messages name `where` and the line."""
+    graph = _TextGraph(where)
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
-            _take(graph, number, line)
+            _read_line(graph, number, line)
     if not graph.names:
         raise FormatError(where, "a graph with at least one node", "none", f"write nodes as {NODE_LINE}")
     for ends, number in graph.edges.items():
@@ -71,8 +71,8 @@ def from_text_profile(text: str, where: str = "text profile", samples: int = 1) 
     return Profile(layers, edges, samples, where)
 
 
-def _take(graph: _Graph, number: int, line: str) -> None:
-    """One line: an edge where it begins with white space, a node elsewhere."""
+def _read_line(graph: _TextGraph, number: int, line: str) -> None:
+    """Read one line: an edge if it begins with white space, else a node."""
     parts = [part.strip() for part in line.strip().split(" -- ")]
     if line[0].isspace():
         if len(parts) != 2 or not all(NUMBER.fullmatch(part) for part in parts):
@@ -90,24 +90,24 @@ def _take(graph: _Graph, number: int, line: str) -> None:
     graph.figures[node] = _figures(graph, number, parts[-1])
 
 
-def _figures(graph: _Graph, number: int, text: str) -> dict[str, float]:
-    """The four numbers of a node."""
-    found: dict[str, str] = {}
+def _figures(graph: _TextGraph, number: int, text: str) -> dict[str, float]:
+    """Return the four numbers of a node."""
+    texts: dict[str, str] = {}
     for part in text.split(", "):
         key, _, value = (word.strip() for word in part.partition("="))
         if key not in FIGURES:
             raise graph.fault(number, f"the keys {', '.join(FIGURES)}", repr(key), "correct the line")
-        if key in found:
+        if key in texts:
             raise graph.fault(number, "each key once", f"{key} again", "drop one of them")
-        found[key] = value
+        texts[key] = value
     for key in FIGURES:
-        if not found.get(key):
+        if not texts.get(key):
             raise graph.fault(number, f"a number for {key}", "none", "complete the line")
-    return {key: _number(graph, number, key, found[key]) for key in FIGURES}
+    return {key: _number(graph, number, key, texts[key]) for key in FIGURES}
 
 
-def _number(graph: _Graph, number: int, key: str, text: str) -> float:
-    """A number of 0 or more, or the sum of a list `[a; b]` of sizes."""
+def _number(graph: _TextGraph, number: int, key: str, text: str) -> float:
+    """Return a number of 0 or more, or the sum of a list `[a; b]` of sizes."""
     listed = key == "activation_size" and text.startswith("[") and text.endswith("]")
     try:
         values = [float(part) for part in (text[1:-1].split(";") if listed else [text])]
@@ -120,8 +120,8 @@ def _number(graph: _Graph, number: int, key: str, text: str) -> float:
     return sum(values)
 
 
-def _ordered(graph: _Graph) -> list[str]:
-    """The nodes, each after all that feed it; of those that could come next, the one with the lowest number."""
+def _ordered(graph: _TextGraph) -> list[str]:
+    """Return the nodes in topological order, with the lowest numbers first where there is a choice."""
     waits = dict.fromkeys(graph.names, 0)
     after: dict[str, list[str]] = {node: [] for node in graph.names}
     for a, b in graph.edges:
@@ -144,8 +144,8 @@ def _ordered(graph: _Graph) -> list[str]:
     return order
 
 
-def _cycle(graph: _Graph, stuck: set[str]) -> list[str]:
-    """One cycle among nodes that each wait for another: walk back along what feeds them until one repeats."""
+def _cycle(graph: _TextGraph, stuck: set[str]) -> list[str]:
+    """Return one cycle among the nodes that have no order: follow predecessors until one repeats."""
     feeds = {b: a for a, b in graph.edges if a in stuck and b in stuck}
     path = [min(stuck, key=lambda node: (node not in feeds, int(node[4:])))]
     while path.count(path[-1]) == 1:
@@ -153,7 +153,7 @@ def _cycle(graph: _Graph, stuck: set[str]) -> list[str]:
     return path[path.index(path[-1]) :][::-1]
 
 
-def _layer(graph: _Graph, node: str, fed: bool) -> Layer:
+def _layer(graph: _TextGraph, node: str, fed: bool) -> Layer:
     name, figures = f"{node} {graph.names[node]}", graph.figures[node]
     if not fed and graph.names[node].lower().startswith("input"):
         return Layer(name, 0.0, 0.0, 0.0)

@@ -1,9 +1,10 @@
-"""When everything happened: the same type for a prediction and for a measured run, so that one can be taken from the
-other and every report serves both.
+"""Timelines: start and end of every action, of a predicted or a measured run.
 
-Two views of idleness, always both: the *barrier view* counts from the first start to the last end anywhere, because a
-step that ends in clipping or a NaN check ends for all at once; a rank's *own view* counts between its own first and
-last action.
+Both kinds of run have the same type, so that they can be compared and every report works for both.
+
+Idle time is counted in two ways. The *barrier view* counts from the first start to the last end on any slot, because a
+step that ends in clipping or a NaN check ends on all ranks at once. A rank's *own view* counts between its own first
+and last action.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from penstock.core.action import Op
 from penstock.core.arguments import named_fields
 from penstock.core.check import check
 from penstock.core.cost import Costs
-from penstock.core.given import column, from_json_of, truth
 from penstock.core.links import FloatArray
-from penstock.core.memory import ACTIVATION_KINDS, Memory, most_versions
+from penstock.core.memory import ACTIVATION_KINDS, MemoryUse, most_versions
 from penstock.core.pace import Pace, pace
 from penstock.core.schedule import BoolArray, Schedule
+from penstock.core.validation import column, from_json_of, truth
 from penstock.errors import InputError
 
 
@@ -31,8 +32,8 @@ from penstock.errors import InputError
 class Timeline:
     """Start and end seconds of every row of a lowered schedule.
 
-    A send spans its stay on the link, a receive the slot's wait for it. Memory comes from the costs of a prediction,
-    or was recorded.
+    A send lasts while its tensor occupies the link, a receive while its slot waits. Memory is derived from the costs of
+    a prediction, or was recorded.
     """
 
     schedule: Schedule
@@ -40,29 +41,29 @@ class Timeline:
     end: FloatArray
     measured: bool = False
     costs: Costs | None = None
-    recorded: Memory | None = None
+    recorded: MemoryUse | None = None
 
     @cached_property
-    def memory(self) -> Memory | None:
-        """Bytes by kind, or None where nobody counted."""
+    def memory(self) -> MemoryUse | None:
+        """Bytes by kind, or None if unknown."""
         if self.recorded is None and self.costs is not None:
-            return Memory.predicted(self.schedule, self.costs)
+            return MemoryUse.predicted(self.schedule, self.costs)
         return self.recorded
 
     @property
     def peak_activations(self) -> FloatArray:
-        """The most activations every slot holds: of forwards, of weight gradients to come, and recomputed ones."""
+        """Peak activations of every slot: kept by forwards, kept for weight gradients, and recomputed."""
         memory = self.memory
         return np.zeros(self.schedule.shape.slots) if memory is None else memory.peak(self.schedule, ACTIVATION_KINDS)
 
     @cached_property
     def weight_versions(self) -> FloatArray:
-        """The most weight versions alive on every slot."""
+        """Largest number of weight versions that every slot holds at once."""
         return most_versions(self.schedule)
 
     @cached_property
     def _busy(self) -> BoolArray:
-        """Rows during which a slot computes; the backward of an overlapped pair is counted with its forward."""
+        """Mask of the rows during which a slot computes; the forward of an overlapped pair includes its backward."""
         op = self.schedule.rows.op
         busy: BoolArray = (op <= Op.FB) | (op == Op.UPDATE)
         busy[1:] &= op[:-1] != Op.FB
@@ -74,7 +75,7 @@ class Timeline:
 
     @cached_property
     def work(self) -> FloatArray:
-        """Seconds of compute of every slot."""
+        """Seconds of compute, by slot."""
         seconds = np.where(self._busy, self.end - self.start, 0.0)
         return self._per_slot(seconds)
 
@@ -83,12 +84,12 @@ class Timeline:
 
     @property
     def idle(self) -> FloatArray:
-        """Barrier view: makespan minus work, of every slot."""
+        """Idle seconds by slot in the barrier view: makespan minus work."""
         return self.makespan - self.work
 
     @cached_property
     def idle_own(self) -> FloatArray:
-        """Own view: between a slot's own first and last compute action."""
+        """Idle seconds by slot in its own view: between its first and last compute action."""
         slots = self.schedule.slot_of_rows()
         busy = self._busy & (self.schedule.rows.op <= Op.FB)
         slot = slots[busy]
@@ -96,13 +97,13 @@ class Timeline:
         last = np.full(self.schedule.shape.slots, -np.inf)
         np.minimum.at(first, slot, self.start[busy])
         np.maximum.at(last, slot, self.end[busy])
-        between = self._busy & (self.end <= last[slots])  # updates between two mini-batches are work, not idleness
+        between = self._busy & (self.end <= last[slots])  # updates between two mini-batches are work, not idle time
         worked = self._per_slot(np.where(between, self.end - self.start, 0.0))
         return np.where(last >= first, last - first - worked, 0.0)
 
     @property
     def utilisation(self) -> float:
-        """The share of slots that are busy, on average over the makespan."""
+        """Share of slots that are busy, as a mean over the makespan."""
         return float(self.work.mean() / self.makespan) if self.makespan > 0 else 1.0
 
     @property
@@ -111,11 +112,11 @@ class Timeline:
 
     @cached_property
     def pace(self) -> Pace | None:
-        """One mini-batch of the steady state; None where the run is too short to have one."""
+        """Time of one mini-batch in the steady state, or None if the run is too short for one."""
         return pace(self.schedule, self.start, self.end, self.work)
 
     def figures(self) -> dict[str, Any]:
-        """The figures people compare, as plain numbers; lists have one entry a slot."""
+        """Return the main figures as plain numbers; lists have one entry per slot."""
         return {
             "makespan": self.makespan,
             "batches": self.schedule.shape.batches,
@@ -149,12 +150,12 @@ class Timeline:
             came = f"{schedule.action(int(early[0]))}, which ends before"
             raise InputError("actions that end no earlier than they start", came, "correct start and end")
         slots, memory = schedule.shape.slots, data["memory"]
-        recorded = None if memory is None else Memory.from_json(memory, slots, len(schedule))
+        recorded = None if memory is None else MemoryUse.from_json(memory, slots, len(schedule))
         return cls(schedule, start, end, truth("measured", data["measured"]), recorded=recorded)
 
 
 def _require_whole(schedule: Schedule) -> None:
-    """Refuse a schedule that nobody can have run: reports and figures rely on its laws."""
+    """Raise InputError for an unsound schedule, because reports and figures rely on its laws."""
     if not schedule.lowered:
         raise InputError("a timeline of a lowered schedule", "one without transfers", "write it with to_json")
     report = check(schedule)

@@ -1,4 +1,4 @@
-"""Tables from TOML files: a message about one begins with its name, and with the line where that is known."""
+"""Read TOML files, with errors that begin with the file's name, and the line where it is known."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from penstock.core.given import shown
+from penstock.core.validation import shown
 from penstock.errors import FormatError
 
-LEAST, MOST = -(2**63), 2**63 - 1  # whole numbers that TOML promises, and that tensors and generators can take
+LEAST, MOST = -(2**63), 2**63 - 1  # range of whole numbers in TOML, tensors and random generators
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """What the file holds. `what` it should be."""
+    """Return the table in a TOML file; error messages call the file `what`."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -22,21 +22,21 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise FormatError(str(path), "a TOML file in UTF-8", "another encoding", "save it as UTF-8") from None
     except RecursionError:
-        raise FormatError(str(path), "TOML", "brackets within brackets without end", "correct the file") from None
+        raise FormatError(str(path), "TOML", "brackets nested too deeply", "correct the file") from None
     except tomllib.TOMLDecodeError as error:
-        said = str(error)
-        line = re.search(r"\(at line (\d+), column (\d+)\)", said)
+        message = str(error)
+        line = re.search(r"\(at line (\d+), column (\d+)\)", message)
         where = f"{path}:{line[1]}:{line[2]}" if line else str(path)
-        came = said[: line.start()].strip() if line else said
+        came = message[: line.start()].strip() if line else message
         raise FormatError(where, "TOML", came[:1].lower() + came[1:], "correct the line") from None
-    except ValueError:  # Python's limit
+    except ValueError:  # beyond Python's limit of digits
         raise FormatError(str(path), "TOML", "a whole number of thousands of digits", "correct it") from None
     require_numbers(table, str(path))
     return table
 
 
 def require_numbers(value: Any, where: str, key: str = "") -> None:
-    """Refuse whole numbers of more than 64 bits, wherever in a table they stand."""
+    """Raise FormatError for whole numbers of more than 64 bits anywhere in a table."""
     if isinstance(value, dict):
         for name, inner in value.items():
             require_numbers(inner, where, f"{key}.{name}" if key else name)

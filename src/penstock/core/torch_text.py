@@ -1,8 +1,8 @@
-"""The CSV that `torch.distributed.pipelining` reads and writes, both ways.
+"""Read and write the CSV of `torch.distributed.pipelining`.
 
-Its words for compute are ours, but for an overlapped pair: `(0F5;7B2)OVERLAP_F_B`. It knows one step, no weight
-versions and no replicas (those are left to DDP), so only a synchronous schedule of one mini-batch can be written, one
-line a rank. Transfers are left out: its runtime adds its own, as ours does.
+Its words for compute are penstock's, except for an overlapped pair: `(0F5;7B2)OVERLAP_F_B`. It represents one step,
+without weight versions and replicas (those are left to DDP), so that only a synchronous schedule of one mini-batch can
+be written, with one line per rank. Transfers are omitted: its runtime adds them, as penstock's does.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ADDED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRA
 
 @named
 def to_torch_csv(schedule: Schedule) -> str:
-    """The compute actions as PyTorch's loader wants them."""
+    """Return a schedule's compute actions in PyTorch's format."""
     shape = schedule.shape
     if shape.law is not Law.SYNC or shape.batches > 1:
         raise InputError(
             "a synchronous schedule of one mini-batch for PyTorch's format",
             f"law {shape.law.value!r} with {shape.batches} mini-batches",
-            "use our own CSV for the others",
+            "use to_csv for other schedules",
         )
     lines = []
     for rank in range(shape.ranks):
@@ -44,15 +44,17 @@ def _torch_word(action: Action) -> str:
 
 
 def is_torch_csv(text: str) -> bool:
-    """Whether a text uses words that only PyTorch's format has."""
+    """Return True if a text has words that only PyTorch's format uses."""
     return bool(_PAIR.search(text) or _ADDED.search(text))
 
 
 @named
 def from_torch_csv(text: str, where: str = "schedule") -> Schedule:
-    """A schedule from PyTorch's CSV; transfers and sharding that its runtime added are dropped."""
+    """Return the schedule of PyTorch's CSV, without the transfers and sharding that its runtime added."""
     lines = []
     for line in text.splitlines():
         cells = (_PAIR.sub(r"\1&\2", cell.strip()) for cell in line.split(","))
-        lines.append(",".join("" if _ADDED.fullmatch(cell) else cell for cell in cells))  # cells keep their numbers
+        lines.append(
+            ",".join("" if _ADDED.fullmatch(cell) else cell for cell in cells)
+        )  # empty cells remain, so that error messages count them
     return from_csv("\n".join(lines), where)

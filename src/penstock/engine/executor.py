@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from penstock.core.action import Op
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine.observer import Observer, Observers
 from penstock.engine.stage_executor import StageExecutor
 from penstock.engine.transfers import Transfers
@@ -22,7 +22,7 @@ from penstock.model.loss import Total
 from penstock.model.stage import Job, Stage
 
 NOT_BUILT = {Op.REDUCE: "replicated stages", Op.UNSHARD: "sharded weights", Op.RESHARD: "sharded weights"}
-Handler = Callable[[Row], bool | None]
+Handler = Callable[[ActionRow], bool | None]
 
 
 class Updates(Protocol):
@@ -69,7 +69,7 @@ class Executor:
     ) -> None:
         self.slots, self.stages, self.transfers = slots, stages, transfers
         self.weights, self.updates, self.observers, self.guard = weights, updates, observers, guard
-        self.rows: list[list[Row]] = []  # by slot of this process
+        self.rows: list[list[ActionRow]] = []  # by slot of this process
         self.next: list[int] = []  # by slot, the row that comes next
         self.current = 0  # the slot that runs
         self.handlers: dict[Op, Handler] = dict.fromkeys((Op.F, Op.B, Op.I, Op.W, Op.FB), self._compute)
@@ -82,7 +82,7 @@ class Executor:
         self.stages.begin(jobs)
         self.transfers.begin()
 
-    def run(self, rows: list[list[Row]]) -> None:
+    def run(self, rows: list[list[ActionRow]]) -> None:
         """Run some rows of every slot here: each slot as far as it can go, in turn."""
         self.rows, self.next = rows, [0] * len(rows)
         with self.guard(), self._interruptions_told():
@@ -94,7 +94,7 @@ class Executor:
         if any(at < len(slot) for at, slot in zip(self.next, rows, strict=True)):
             raise RuntimeError("rows that wait for each other: a schedule that was not proven")
 
-    def remaining(self) -> tuple[Row | None, list[list[Row]]]:
+    def remaining(self) -> tuple[ActionRow | None, list[list[ActionRow]]]:
         """After a failure: the row that failed, if one has, and all rows that have not run, by slot."""
         waiting = self.rows[self.current][self.next[self.current] :]
         return waiting[0] if waiting else None, [slot[at:] for at, slot in zip(self.next, self.rows, strict=True)]
@@ -151,7 +151,7 @@ class Executor:
                 notify(row)
         return self.next[current] > first
 
-    def _compute(self, row: Row) -> None:
+    def _compute(self, row: ActionRow) -> None:
         op, at, microbatch, version, _ = row
         job, stage, observers = self.stages.jobs[microbatch], self.stages.stages[at], self.observers
         forward = op in (Op.F, Op.FB)
@@ -170,11 +170,11 @@ class Executor:
         elif op is not Op.I:
             self.updates.after_backward(stage, job)
 
-    def _update(self, row: Row) -> None:
+    def _update(self, row: ActionRow) -> None:
         self.updates.update(self.stages.stages[row.stage], row.version)
 
 
-def _refuse(row: Row) -> None:
+def _refuse(row: ActionRow) -> None:
     raise InputError(
         "a schedule whose stages have one replica, each with all its weights",
         f"the row {row.stage} {row.op.name}, of {NOT_BUILT[row.op]}",
@@ -182,7 +182,7 @@ def _refuse(row: Row) -> None:
     )
 
 
-def _forward_rows(jobs: list[Job], here: dict[int, Stage]) -> Iterator[Row]:
+def _forward_rows(jobs: list[Job], here: dict[int, Stage]) -> Iterator[ActionRow]:
     """Yield the rows of forwards alone: what a stage reads, the forward, what others read. Where all stages are here,
     one micro-batch after the other; else one stage after the other, so that other ranks go on meanwhile."""
     last = len(jobs[0].path.routes) - 1 if jobs else 0
@@ -190,10 +190,10 @@ def _forward_rows(jobs: list[Job], here: dict[int, Stage]) -> Iterator[Row]:
     places = [(at, job) for job in jobs for at in here] if whole else [(at, job) for at in here for job in jobs]
     for at, job in places:
         for source in sorted({*job.path.incoming[at].values(), max(at - 1, 0)} - {*here}):
-            yield Row(Op.RECV_F, at, job.number, 0, source)
-        yield Row(Op.F, at, job.number, 0, -1)
+            yield ActionRow(Op.RECV_F, at, job.number, 0, source)
+        yield ActionRow(Op.F, at, job.number, 0, -1)
         for target in sorted({*job.path.routes[at], min(at + 1, last)} - {*here}):
-            yield Row(Op.SEND_F, at, job.number, 0, target)
+            yield ActionRow(Op.SEND_F, at, job.number, 0, target)
 
 
 class StatusObserver(Observer):
@@ -202,7 +202,7 @@ class StatusObserver(Observer):
     def __init__(self, watch: Watch) -> None:
         self.doing = watch.doing
 
-    def before(self, row: Row) -> None:
+    def before(self, row: ActionRow) -> None:
         self.doing(row)
 
 

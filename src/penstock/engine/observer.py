@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 
 
 class Observer:
@@ -16,19 +16,19 @@ class Observer:
     def begin(self, slot: int) -> None:
         """Rows of a slot are about to run."""
 
-    def before(self, row: Row) -> None:
+    def before(self, row: ActionRow) -> None:
         """A row is about to run."""
 
-    def after(self, row: Row) -> None:
+    def after(self, row: ActionRow) -> None:
         """A row has run."""
 
     def interrupted(self) -> None:
         """A row has failed."""
 
-    def stage_begins(self, row: Row) -> None:
+    def stage_begins(self, row: ActionRow) -> None:
         """The stage's own computation of a row begins: its weights are in place."""
 
-    def stage_ends(self, row: Row) -> None:
+    def stage_ends(self, row: ActionRow) -> None:
         """The stage's own computation of a row has ended."""
 
     def update_begins(self, stage: int) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from penstock.core.action import Op
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine.lanes import Lanes
 from penstock.engine.passage_words import decode_passage, encode_passage, other_forward
 from penstock.engine.stage_executor import StageExecutor
@@ -26,10 +26,10 @@ class Transfers(Protocol):
     def begin(self) -> None:
         """Begin another run than before: the same on every rank."""
 
-    def send(self, row: Row) -> None:
+    def send(self, row: ActionRow) -> None:
         """Send what the row names; never wait for it to be taken."""
 
-    def receive(self, row: Row) -> bool:
+    def receive(self, row: ActionRow) -> bool:
         """Receive what the row names; False if it cannot be there before another slot of this process goes on."""
 
     def loss(self) -> Total:
@@ -48,10 +48,10 @@ class LocalTransfers:
     def begin(self) -> None:
         self.sent.clear()
 
-    def send(self, row: Row) -> None:
+    def send(self, row: ActionRow) -> None:
         self.sent.add((row.op is Op.SEND_F, row.stage, row.peer, row.microbatch))
 
-    def receive(self, row: Row) -> bool:
+    def receive(self, row: ActionRow) -> bool:
         place = (row.op is Op.RECV_F, row.peer, row.stage, row.microbatch)
         if place not in self.sent:
             return False
@@ -88,7 +88,7 @@ class StageTransfers:
         self.lanes.runs += 1
         self._loss = b""  # an old one must never pass for that of this run
 
-    def send(self, row: Row) -> None:
+    def send(self, row: ActionRow) -> None:
         stage, microbatch, peer = row.stage, row.microbatch, row.peer
         job = self.stages.jobs[microbatch]
         traced = job.path.trace.values
@@ -97,7 +97,7 @@ class StageTransfers:
         message = Message(named, self._encode(job, stage, peer), job.stamp)
         self.lanes.senders[LaneName(stage, peer)].send(Key(self.lanes.runs, microbatch), message)
 
-    def receive(self, row: Row) -> bool:
+    def receive(self, row: ActionRow) -> bool:
         stage, microbatch, peer = row.stage, row.microbatch, row.peer
         message = self.lanes.receivers[LaneName(peer, stage)].receive(Key(self.lanes.runs, microbatch))
         job, store = self.stages.jobs[microbatch], self.stages.store

@@ -1,1 +1,1 @@
-"""Models for examples, benchmarks and first runs: plain torch, which know nothing of pipelines."""
+"""Models for examples, benchmarks and first runs: plain torch modules, independent of pipelines."""

@@ -1,4 +1,4 @@
-"""A small GPT: causal attention, learned positions, and one weight for the token table and the head."""
+"""A small GPT: causal attention, learned positions, and one weight for token embedding and head."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SPREAD = 0.02  # standard deviation of fresh weights
+SPREAD = 0.02  # standard deviation of initial weights
 
 
 class Attention(nn.Module):
-    """Every place looks at itself and at those before it."""
+    """Causal multi-head attention: every position attends to itself and to earlier ones."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout
-        # No bias here: that of the keys changes nothing but rounding.
+        # No bias here: that of the keys would change nothing but rounding.
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token numbers of shape (rows, length) in, scores of every next token (rows, length, vocab) out."""
+    """Decoder from token numbers (rows, length) to scores of every next token (rows, length, vocab)."""
 
     def __init__(self, vocab: int, width: int, heads: int, layers: int, length: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -64,9 +64,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
         self.head.weight = self.tokens.weight
-        self.apply(_fresh)
+        self.apply(_initialize)
         for name, weight in self.named_parameters():
-            if name.endswith(("out.weight", "down.weight")):  # two a block add up along the residual path
+            if name.endswith(("out.weight", "down.weight")):  # each block adds two outputs to the residual path
                 nn.init.normal_(weight, std=SPREAD / math.sqrt(2 * layers))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class GPT(nn.Module):
         return scores
 
 
-def _fresh(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=SPREAD)
     if isinstance(module, nn.Linear) and module.bias is not None:

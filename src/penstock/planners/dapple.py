@@ -14,8 +14,8 @@ from functools import partial
 from math import inf
 
 from penstock.core.cluster import Cluster
-from penstock.core.given import whole
 from penstock.core.profile import Profile
+from penstock.core.validation import whole
 from penstock.planners.chain import Chain, straight_plan
 from penstock.planners.dapple_rows import Placed
 from penstock.planners.dapple_search import Search

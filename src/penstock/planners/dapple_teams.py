@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.core.between import all_reduce, hand_over
 from penstock.core.cluster import Cluster
+from penstock.core.group_costs import group_all_reduce, group_transfer
 from penstock.core.links import FloatArray
 from penstock.planners.dapple_rows import Devices
 from penstock.planners.placement import machines
@@ -45,7 +45,7 @@ class Known:
             runs = (self.hosts(senders), self.hosts(receivers))
             key = tuple(tuple((names.setdefault(host, len(names)), count) for host, count in run) for run in runs)
         if key not in self.hops:
-            self.hops[key] = hand_over(self.cluster, senders, receivers)
+            self.hops[key] = group_transfer(self.cluster, senders, receivers)
         return self.hops[key]
 
     def hosts(self, devices: Devices) -> tuple[tuple[int, int], ...]:
@@ -62,7 +62,7 @@ class Known:
         if devices not in self.figures:
             kinds, count = [self.cluster.devices[d] for d in devices], len(devices)
             pace, room = count * min(kind.speed for kind in kinds), min(kind.memory for kind in kinds)
-            self.figures[devices] = (count, pace, room, *all_reduce(self.cluster, devices))
+            self.figures[devices] = (count, pace, room, *group_all_reduce(self.cluster, devices))
         return self.figures[devices]
 
 

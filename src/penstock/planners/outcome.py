@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.core.cluster import Cluster
-from penstock.core.given import whole
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
+from penstock.core.validation import whole
 from penstock.errors import InputError
 
 

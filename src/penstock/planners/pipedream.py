@@ -15,9 +15,9 @@ from math import inf, prod
 import numpy as np
 
 from penstock.core.cluster import Cluster, Level
-from penstock.core.given import truth
 from penstock.core.profile import Profile
 from penstock.core.schedule import LongArray
+from penstock.core.validation import truth
 from penstock.errors import InputError
 from penstock.planners.chain import straight_plan
 from penstock.planners.ideals import Ideals

@@ -19,10 +19,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.core.between import all_reduce, hand_over
 from penstock.core.cluster import Cluster
-from penstock.core.given import whole
+from penstock.core.group_costs import group_all_reduce, group_transfer
 from penstock.core.profile import Profile
+from penstock.core.validation import whole
 from penstock.planners.balance import even_cells
 from penstock.planners.chain import Chain, straight_plan
 from penstock.planners.outcome import Outcome, least_memory, slowest
@@ -109,9 +109,9 @@ def seconds(choice: Choice, chain: Chain, cluster: Cluster) -> float:
         sends = 0.0
         for other, at in ((s - 1, a), (s + 1, b)):
             if 0 <= other < choice.depth:
-                each, wait = hand_over(cluster, groups[s], groups[other])
+                each, wait = group_transfer(cluster, groups[s], groups[other])
                 sends += each * chain.cut[at] * choice.times * choice.width + wait
-        each, wait = all_reduce(cluster, groups[s])
+        each, wait = group_all_reduce(cluster, groups[s])
         reduction = each * (chain.parameters[b] - chain.parameters[a]) + wait
         slow = max(slow, compute + sends, reduction / choice.steps)
     return float(slow)

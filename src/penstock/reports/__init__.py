@@ -1,2 +1,4 @@
-"""Timeline → terminal, SVG, page, trace: one writer a file. They read a Timeline and nothing else, so that a prediction
-and a measured run are drawn alike."""
+"""Reports of a Timeline: terminal, SVG, HTML page and trace, one writer per file.
+
+Writers read nothing but a Timeline, so that predicted and measured runs are drawn in the same way.
+"""

@@ -1,4 +1,4 @@
-"""What a slot does, as boxes on its line: from the rows of a timeline, times counted from its first moment."""
+"""The actions of each slot as boxes to draw, with times from the start of the timeline."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WAITS = (Op.RECV_F, Op.RECV_B)
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """Boxes in the order of slots and, within a slot, of starts: slot s holds boxes at[s] to at[s + 1]."""
+    """Boxes ordered by slot, then by start: those of slot s are at[s] to at[s + 1] - 1."""
 
     schedule: Schedule
-    row: LongArray  # of the schedule; an overlapped pair is one box, named by its forward
+    row: LongArray  # of the schedule; an overlapped pair is one box, at the row of its forward
     slot: IntArray
     op: OpArray
     start: FloatArray
@@ -38,26 +38,26 @@ class Boxes:
         return self.schedule.action(int(self.row[box]))
 
     def column(self, name: str) -> IntArray:
-        """A column of the schedule's rows, one entry a box."""
+        """Return a column of the schedule's rows, one entry per box."""
         values: IntArray = getattr(self.schedule.rows, name)[self.row]
         return values
 
 
 def busy(timeline: Timeline) -> Boxes:
-    """Everything that occupies the slot itself: computing, updating, gathering and dropping parameters."""
+    """Return the boxes of actions that occupy the slot: compute, updates, unshards and reshards."""
     op = timeline.schedule.rows.op
     mask = (op <= Op.FB) | (op >= Op.UPDATE)
-    mask[1:] &= op[:-1] != Op.FB  # the second half of a pair is in the box of the first
+    mask[1:] &= op[:-1] != Op.FB  # a pair is one box, at its first row
     return _boxes(timeline, mask)
 
 
 def beside(timeline: Timeline) -> Boxes:
-    """Reductions: they run beside the compute of their slot."""
+    """Return the boxes of reductions, which overlap with their slot's compute."""
     return _boxes(timeline, timeline.schedule.rows.op == Op.REDUCE)
 
 
 def waits(timeline: Timeline) -> Boxes:
-    """Receives that held their slot up."""
+    """Return the boxes of receives for which their slot waited."""
     late = timeline.end > timeline.start
     return _boxes(timeline, late & np.isin(timeline.schedule.rows.op, WAITS))
 
@@ -66,7 +66,7 @@ def _boxes(timeline: Timeline, mask: npt.NDArray[np.bool_]) -> Boxes:
     schedule = timeline.schedule
     row = np.flatnonzero(mask)
     slot = schedule.slot_of_rows()[row]
-    order = np.lexsort((row, timeline.start[row], slot))  # clocks of a measured run may disagree with the list's order
+    order = np.lexsort((row, timeline.start[row], slot))  # a measured run's times may deviate from the list's order
     row, slot = row[order], slot[order]
     origin = timeline.start.min() if len(timeline.start) else 0.0
     return Boxes(

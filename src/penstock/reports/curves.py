@@ -1,7 +1,7 @@
-"""Memory over time: a staircase for every slot, by kind.
+"""Memory over time: a step function for every slot, by kind.
 
-The clock of a slot is that of the actions that hold it up. A send or a reduction goes on beside them, so what it does
-to the memory is placed where the slot started it.
+Times are those of the actions that occupy the slot. A send or a reduction overlaps with them, so that its change of
+memory is drawn at the moment the slot started it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.links import FloatArray
-from penstock.core.memory import Kind, Memory
+from penstock.core.memory import MemoryKind, MemoryUse
 from penstock.core.timeline import Timeline
 from penstock.reports.palette import STACK
 
@@ -22,10 +22,10 @@ BESIDE = (Op.SEND_F, Op.SEND_B, Op.REDUCE)
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Levels of one slot: `levels[kind][i]` holds from times[i] to times[i + 1]."""
+    """Levels of one slot: `levels[kind][i]` is the level from times[i] to times[i + 1]."""
 
     times: FloatArray
-    levels: dict[Kind, FloatArray]
+    levels: dict[MemoryKind, FloatArray]
 
     @property
     def total(self) -> FloatArray:
@@ -36,7 +36,7 @@ class Curve:
         return float(self.total.max(initial=0.0))
 
     def thinned(self, step: float) -> Curve:
-        """At most two points in each interval of `step` seconds: the highest, so that no peak is lost, and the last."""
+        """Return at most two points per interval of `step` seconds: the highest, to keep peaks, and the last."""
         cell = np.floor(self.times / step).astype(np.int64)
         order = np.lexsort((self.total, cell))
         last_of_cell = np.append(cell[1:] != cell[:-1], True)
@@ -46,12 +46,12 @@ class Curve:
 
 
 def curves(timeline: Timeline) -> list[Curve]:
-    """One curve a slot, with the kinds that are ever above 0; no curves where nobody counted."""
+    """Return one curve per slot, of the kinds that are ever above 0; an empty list if memory is unknown."""
     memory = timeline.memory
     if memory is None:
         return []
     clock = _clock(timeline)
-    kinds = [kind for kind in STACK if _ever(memory, kind)]
+    kinds = [kind for kind in STACK if _is_used(memory, kind)]
     starts = timeline.schedule.starts
     return [
         _curve(memory, kinds, clock[2 * starts[slot] : 2 * starts[slot + 1]], slot, int(starts[slot]))
@@ -59,17 +59,17 @@ def curves(timeline: Timeline) -> list[Curve]:
     ]
 
 
-def _ever(memory: Memory, kind: Kind) -> bool:
+def _is_used(memory: MemoryUse, kind: MemoryKind) -> bool:
     return any(kind in part and bool(part[kind].any()) for part in (memory.standing, memory.begun, memory.ended))
 
 
 def _clock(timeline: Timeline) -> FloatArray:
-    """By row, the moments at which its slot starts and ends it, from the timeline's first moment on."""
+    """Return start and end of every row on its slot, alternating, in seconds from the start of the timeline."""
     op = timeline.schedule.rows.op
     start, end = timeline.start.copy(), timeline.end.copy()
-    end[op == Op.FB] = start[op == Op.FB]  # what its forward brings is there while its backward runs
-    aside = np.isin(op, BESIDE)
-    start[aside] = end[aside] = -np.inf  # replaced by the moment before
+    end[op == Op.FB] = start[op == Op.FB]  # its forward's activations exist while its backward runs
+    beside = np.isin(op, BESIDE)
+    start[beside] = end[beside] = -np.inf  # replaced by the moment before
     clock = np.stack((start, end), axis=1)
     for first, last in pairwise(timeline.schedule.starts.tolist()):
         clock[first:last] = np.maximum.accumulate(clock[first:last].ravel()).reshape(-1, 2)
@@ -77,7 +77,7 @@ def _clock(timeline: Timeline) -> FloatArray:
     return np.maximum(clock.ravel() - origin, 0.0)
 
 
-def _curve(memory: Memory, kinds: list[Kind], times: FloatArray, slot: int, first: int) -> Curve:
+def _curve(memory: MemoryUse, kinds: list[MemoryKind], times: FloatArray, slot: int, first: int) -> Curve:
     rows = slice(first, first + len(times) // 2)
     levels = {}
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Actions, slots and numbers in words: what several writers say, said once."""
+"""Text for actions, slots and numbers, for all reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.core.shape import IntArray, Shape
 from penstock.core.timeline import Timeline
 
@@ -33,30 +33,30 @@ LETTERS: dict[Op, str] = {
     **{Op.RECV_B: "B", Op.REDUCE: "R", Op.UPDATE: "U", Op.UNSHARD: "G", Op.RESHARD: "D"},
 }
 
-KIND_WORDS: dict[Kind, str] = {
-    Kind.WEIGHTS: "weights",
-    Kind.OPTIMIZER: "optimizer state",
-    Kind.VERSIONS: "older weight versions",
-    Kind.GRADIENTS: "gradients",
-    Kind.ACTIVATIONS: "activations",
-    Kind.HELD: "held for weight gradients",
-    Kind.RECOMPUTE: "recomputed activations",
+KIND_WORDS: dict[MemoryKind, str] = {
+    MemoryKind.WEIGHTS: "weights",
+    MemoryKind.OPTIMIZER: "optimizer state",
+    MemoryKind.VERSIONS: "older weight versions",
+    MemoryKind.GRADIENTS: "gradients",
+    MemoryKind.ACTIVATIONS: "activations",
+    MemoryKind.HELD: "held for weight gradients",
+    MemoryKind.RECOMPUTE: "recomputed activations",
 }
 
-# What no XML document can hold, however it is written, nor a terminal should be sent: control characters, and halves
-# of surrogate pairs.
-_NO_SIGN = re.compile("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# Characters that are invalid in XML, even escaped, and that a terminal should not receive: control characters and
+# single surrogates.
+_UNPRINTABLE = re.compile("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 MEMORY_IN_A = "in A: one rank's activations of one micro-batch"
 
 
 def printable(text: str) -> str:
-    """The text with a mark for every sign that cannot be shown."""
-    return _NO_SIGN.sub("\ufffd", text)
+    """Return the text with a replacement character for every unprintable one."""
+    return _UNPRINTABLE.sub("\ufffd", text)
 
 
 def slot_label(shape: Shape, slot: int) -> str:
-    """'rank 2', or 'rank 2.1' where the rank has replicas."""
+    """Return 'rank 2', or 'rank 2.1' for a replica of a rank that has several."""
     rank = int(shape.slot_rank[slot])
     return f"rank {rank}.{int(shape.slot_replica[slot])}" if shape.replicas[rank] > 1 else f"rank {rank}"
 
@@ -66,17 +66,17 @@ def slot_labels(shape: Shape) -> list[str]:
 
 
 def chunk_of_stage(shape: Shape) -> IntArray:
-    """Which of its rank's chunks each stage is: 0 for the first in model order."""
-    seen = np.zeros(shape.ranks, dtype=np.int32)
+    """Return the number of each stage among those of its rank, in model order."""
+    counts = np.zeros(shape.ranks, dtype=np.int32)
     chunk = np.zeros(shape.stages, dtype=np.int32)
     for stage, rank in enumerate(shape.placement):
-        chunk[stage] = seen[rank]
-        seen[rank] += 1
+        chunk[stage] = counts[rank]
+        counts[rank] += 1
     return chunk
 
 
 def placed(shape: Shape) -> str:
-    """Where a rank's stages lie in the model: 'one chunk a rank', '2 chunks a rank placed as a V', ..."""
+    """Describe the placement of stages: 'one chunk a rank', '2 chunks a rank placed as a V', ..."""
     if shape.chunks == 1:
         return "one chunk a rank"
     down = tuple(range(shape.ranks))
@@ -85,7 +85,7 @@ def placed(shape: Shape) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits, no needless zeros, no exponent for everyday sizes."""
+    """Format a number with four digits, without trailing zeros, and without an exponent from 1e-6 up."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     digits = max(0, 3 - math.floor(math.log10(abs(value))))
@@ -94,7 +94,7 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time with the unit that suits it."""
+    """Format a time with a suitable unit."""
     size = abs(value)
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if size >= scale or (unit == "s" and size == 0):
@@ -103,18 +103,22 @@ def seconds(value: float) -> str:
 
 
 def in_bytes(timeline: Timeline) -> bool:
-    """Whether memory is counted in bytes, or in A: the activations of one rank for one micro-batch.
+    """Return True if memory is in bytes, False if in A, the activations of one rank for one micro-batch.
 
-    Costs made from a few numbers know activations alone; those of a model have weights, and so have measured ones.
+    Costs given as a few numbers have activations only; costs of a model, and measured memory, include weights.
     """
     memory = timeline.memory
     if memory is None or timeline.measured:
         return True
-    return any(bool(memory.standing[kind].any()) for kind in (Kind.WEIGHTS, Kind.OPTIMIZER) if kind in memory.standing)
+    return any(
+        bool(memory.standing[kind].any())
+        for kind in (MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER)
+        if kind in memory.standing
+    )
 
 
 def amount(value: float, bytes_: bool) -> str:
-    """So much memory, in words."""
+    """Format an amount of memory."""
     if not bytes_:
         return f"{number(value)} A"
     for unit, scale in (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):

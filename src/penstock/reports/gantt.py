@@ -1,11 +1,11 @@
-"""A timeline to scale in a terminal: letters, micro-batch numbers where they fit, dots where a slot is idle.
+"""A timeline drawn to scale in a terminal: letters, micro-batch numbers where they fit, and dots for idle time.
 
     rank 0  F0─F1─F2─F3─......B0────B1────B2────B3────
     rank 1  ...F0─F1─F2─F3─B0────B1────B2────B3────...
             0 s       10 s      20 s      30 s      40 s
 
-Each column shows what its slot does in the middle of it. In colour the lines that fill a box have the colour of the
-box, so they are seen only where there is none. Odd chunks of a rank are written in lower case.
+Each column shows the action at the middle of its time span. The lines that fill a box have the colour of the box, so
+that they are visible only without colours. Odd chunks of a rank are in lower case.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from penstock.reports.panels import Panel, longest
 
 IDLE, FILL = ".", "─"
 QUIET = Style(dim=True)
-FEWEST = 10  # columns of time, however narrow the terminal
+FEWEST = 10  # columns of time in the narrowest terminal
 TICK_ROOM = 12  # columns that a label of the axis may take
 
 
 def gantt(timeline: Timeline, width: int = 100) -> Text:
-    """One line a slot, `width` columns wide with its label, an axis and a legend below."""
+    """Return one line per slot, `width` columns wide with its label, and an axis and a legend below."""
     boxes, labels = busy(timeline), slot_labels(timeline.schedule.shape)
     margin = max(map(len, labels)) + 2
     columns = max(FEWEST, width - margin)
@@ -49,13 +49,13 @@ def gantt(timeline: Timeline, width: int = 100) -> Text:
 
 
 def _columns(boxes: Boxes, slot: int, columns: int, span: float) -> LongArray:
-    """The box that each column of a slot's line shows, -1 where it is idle."""
-    mine = boxes.of_slot(slot)
-    if not mine:
+    """Return the box of each column of a slot's line, -1 where it is idle."""
+    own = boxes.of_slot(slot)
+    if not own:
         return np.full(columns, -1, dtype=np.int64)
     middle = (np.arange(columns) + 0.5) * span / columns
-    box = np.searchsorted(boxes.start[mine.start : mine.stop], middle, side="right") - 1 + mine.start
-    return np.where((box >= mine.start) & (boxes.end[box] > middle), box, -1)
+    box = np.searchsorted(boxes.start[own.start : own.stop], middle, side="right") - 1 + own.start
+    return np.where((box >= own.start) & (boxes.end[box] > middle), box, -1)
 
 
 def _axis(span: float, columns: int) -> str:
@@ -68,14 +68,14 @@ def _axis(span: float, columns: int) -> str:
 
 
 class _Painter:
-    """Writes boxes in the style of their operation and chunk."""
+    """Writer of boxes in the style of their operation and chunk."""
 
     def __init__(self, boxes: Boxes) -> None:
         shape = boxes.schedule.shape
         self.boxes, self.chunk, self.chunks = boxes, chunk_of_stage(shape), shape.chunks
 
     def line(self, text: Text, columns: LongArray) -> None:
-        """Runs of equal columns, one box each."""
+        """Append a slot's line: one box for each run of equal columns."""
         edges = np.flatnonzero(np.diff(columns, prepend=-2, append=-2))
         for first, last in pairwise(edges.tolist()):
             box = int(columns[first])
@@ -85,7 +85,7 @@ class _Painter:
                 self._box(text, box, last - first)
 
     def _box(self, text: Text, box: int, room: int) -> None:
-        """An overlapped pair is written as F5&B2, half of it in either colour."""
+        """Append a box; an overlapped pair is written as F5&B2, each half in its own colour."""
         action = self.boxes.action(box)
         half = room if action.joined is None else room // 2
         self._part(text, action, "", half)
@@ -102,7 +102,7 @@ class _Painter:
         text.append(FILL * (room - len(name)), Style(color=fill, bgcolor=fill))
 
     def legend(self, text: Text, margin: int, columns: int) -> None:
-        """The operations drawn, in as many lines as they need."""
+        """Append the legend of the drawn operations, in as many lines as needed."""
         entries = [(LETTERS[op], WORDS[op], shade(op)) for op in map(Op, np.unique(self.boxes.op).tolist())]
         entries.append((IDLE, "idle", ""))
         if self.chunks > 1:

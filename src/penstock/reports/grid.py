@@ -1,10 +1,10 @@
-"""A schedule as a grid of words, one line a slot:
+"""A schedule as a grid of words, one line per slot:
 
     rank 0  0F0  0F1  0B0  0F2  0B1  0B2
     rank 1  1F0  1B0  1F1  1B1 !1F1  1B2
-    ! rank 1: 1F1: stands here a second time; drop one of the two
+    ! rank 1: 1F1: occurs a second time; remove one of the two
 
-The words are those that `Action.parse` reads.
+`Action.parse` reads these words.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from penstock.reports.palette import FILLS, ink
 
 QUIET = Style(dim=True)
 WRONG = Style(color="#ffffff", bgcolor="#c01c28", bold=True)
-GAP = 2  # columns between words; a fault's mark stands in the second
+GAP = 2  # columns between words; the second is for a fault's mark
 
 
 def grid(schedule: Schedule, faults: Sequence[Fault] = (), width: int | None = None) -> Text:
-    """The schedule as words, coloured by operation; in blocks where lines are longer than `width`.
+    """Return a schedule as words, coloured by operation, in several blocks if lines are longer than `width`.
 
-    Words that a fault points at are marked with `!`; all faults are told below.
+    Faulty words are marked with `!`; all faults are listed below.
     """
     slots = [list(schedule.actions(slot)) for slot in range(schedule.shape.slots)]
     labels = slot_labels(schedule.shape)
@@ -50,13 +50,13 @@ def grid(schedule: Schedule, faults: Sequence[Fault] = (), width: int | None = N
 
 
 def _blocks(length: int, size: int) -> Iterator[range]:
-    """Ranges of columns; one empty range where there are none."""
+    """Yield ranges of cells, at least one, which may be empty."""
     for first in range(0, max(length, 1), size):
         yield range(first, min(first + size, length))
 
 
 def _append_word(text: Text, action: Action, column: int, wrong: bool) -> None:
-    """Right aligned, so that micro-batches stand below each other."""
+    """Append a word, right aligned, so that micro-batches are aligned."""
     word = f"{'!' if wrong else ''}{action}"
     text.append(" " * (column - len(word)))
     if wrong:

@@ -1,4 +1,4 @@
-"""Transfers, as hops from line to line: when they leave and arrive, what made the tensor and what uses it."""
+"""Transfers as arrows between the lines of slots, with the actions that produce and use the tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.core.timeline import Timeline
 
 @dataclass(frozen=True, eq=False)
 class Hops:
-    """One entry a send, ordered by its start. `maker` and `user` are rows of the schedule, -1 where there is none."""
+    """Transfers, one per send, ordered by start. `maker` and `user` are rows of the schedule, -1 for none."""
 
     row: LongArray
     source: IntArray  # slots
@@ -30,6 +30,7 @@ class Hops:
 
 
 def hops(timeline: Timeline) -> Hops:
+    """Return the transfers of a timeline, with times from its start."""
     schedule = timeline.schedule
     rows, shape = schedule.rows, schedule.shape
     row = np.flatnonzero((rows.op == Op.SEND_F) | (rows.op == Op.SEND_B))
@@ -51,7 +52,7 @@ def hops(timeline: Timeline) -> Hops:
 
 
 class _Finder:
-    """The row in which a slot runs a stage's forward (way 0) or backward (way 1) of a micro-batch."""
+    """Lookup of the row in which a slot runs a stage's forward (way 0) or backward (way 1) of a micro-batch."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.shape, op = schedule.shape, schedule.rows.op
@@ -62,7 +63,7 @@ class _Finder:
         order = np.argsort(key, kind="stable")
         joined = np.concatenate(([False], op[:-1] == Op.FB)) if len(op) else np.zeros(0, dtype=np.bool_)
         self.keys = key[order]
-        self.rows = (row - joined[row])[order]  # a pair is one action, named by its first row
+        self.rows = (row - joined[row])[order]  # an overlapped pair is one action, at its first row
 
     def _key(self, slot: IntArray, stage: IntArray, microbatch: IntArray, way: LongArray) -> LongArray:
         place = slot.astype(np.int64) * self.shape.stages + stage

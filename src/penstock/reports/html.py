@@ -1,7 +1,7 @@
-"""A timeline as one HTML file to look around in: zoom, pan, point at things. It asks nothing of any network.
+"""A timeline as one interactive HTML file: zoom, pan and tooltips, without any network access.
 
-The browser is told to load nothing and to run this one script alone (a Content-Security-Policy with the script's own
-hash), so a name that tries to be code stays a name.
+A Content-Security-Policy with the hash of the script lets the browser load nothing and run only this script, so that
+text from a file cannot run as code.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SCRIPTS = ("data.js", "words.js", "view.js", "boxes.js", "memory.js", "scene.js"
 
 
 def html(timelines: Timelines, notes: Sequence[str] = ()) -> str:
-    """The page of one timeline, or of several over each other on one time axis (predicted over measured, say).
+    """Return the page of one timeline, or of several on one time axis (for example predicted and measured).
 
-    `notes` are lines of plain text below the picture: the losses of a training run, say.
+    `notes` are lines of plain text below the picture, for example the losses of a training run.
     """
     shown = panels(timelines)
     script = "\n".join(("(() => {", '"use strict";', *map(_asset, SCRIPTS), "})();", ""))
@@ -37,14 +37,14 @@ def html(timelines: Timelines, notes: Sequence[str] = ()) -> str:
         "notes": f'<pre id="notes">{escaped(chr(10).join(notes))}</pre>' if notes else "",
         "data": _embedded(payload(shown)),
     }
-    # In one pass: what is put in is never searched for marks itself.
+    # In one pass, so that inserted text is not searched for placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _asset("page.html"))
 
 
 def _embedded(data: object) -> str:
-    """JSON that can stand inside a script element: no sign of it can end the element or open a comment."""
-    said = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-    return printable(said).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    """Return JSON for use inside a script element, escaped so that it cannot end the element or open a comment."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return printable(text).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _asset(name: str) -> str:

@@ -1,7 +1,7 @@
-"""Loss against samples and against time, side by side: one line a method, the same colour in both.
+"""Charts of loss against samples and against time, side by side: one line per method, with the same colour in both.
 
-Batches differ more than methods do, so a point is the mean of a few mini-batches up to it; all methods see the same
-ones. Loss far above where training began is cut off at the top: a method that diverges leaves the picture there.
+Losses differ more between mini-batches than between methods, so each point is the mean of the last few mini-batches,
+which are the same for all methods. Losses far above the initial ones are cut off at the top.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from penstock.reports.axis import tick_step, ticks
 from penstock.reports.describe import number
 from penstock.reports.svg_parts import SHEET, element, text, text_width
 
-# Of middle lightness, so that each stands out on a light ground and on a dark one.
+# Of medium lightness, so that they are visible on light and dark backgrounds.
 COLOURS = ("#2f7ed8", "#c96a12", "#1f8f5f", "#d2453d", "#8a5fd3", "#0f8ea0", "#c44f98", "#8d7a1c", "#6f7d8c", "#a0623f")
-DASHES = ("", "7 4", "2 3")  # where there are more methods than colours
+DASHES = ("", "7 4", "2 3")  # for more methods than colours
 EDGE, HEAD, LEFT, HEIGHT, BELOW, ROW = 16, 40, 52, 300, 46, 20
-SMOOTH = 25  # a point is the mean over this part of a run
-ROOM = 1.1  # the top of the picture, in parts of the highest first point
+SMOOTH = 25  # a point is the mean over 1/25 of a run
+HEADROOM = 1.1  # top of the chart, relative to the highest first point
 MOST = 600  # points of a line
 
 
 @dataclass(frozen=True)
 class LossCurve:
-    """One method: after so many samples, and at that second, a mini-batch had that loss."""
+    """Losses of one method, and the number of samples and seconds at each."""
 
     name: str
     samples: Sequence[float]
@@ -38,8 +38,8 @@ class LossCurve:
 
 
 @dataclass(frozen=True)
-class _Panel:
-    """Where one chart lies; x is samples or seconds, y is loss from `low` to `high`."""
+class _Chart:
+    """Position of one chart; x is samples or seconds up to `span`, y is loss from `low` to `high`."""
 
     left: float
     right: float
@@ -57,7 +57,7 @@ class _Panel:
 
 
 def loss_chart(curves: Sequence[LossCurve], title: str, clock: str, width: int = 1200) -> str:
-    """A standalone SVG document. `clock` says what the time axis is: measured, or simulated."""
+    """Return a standalone SVG document. `clock` labels the time axis: measured, or simulated."""
     drawn = [(at, curve) for at, curve in enumerate(curves) if any(map(isfinite, curve.losses))]
     if not drawn:
         raise InputError("at least one method with a finite loss to draw", "none", "train for some steps")
@@ -65,8 +65,8 @@ def loss_chart(curves: Sequence[LossCurve], title: str, clock: str, width: int =
     middle = (width + LEFT) / 2
     smoothed = {at: smooth(curve.losses) for at, curve in drawn}
     low, high = _range(list(smoothed.values()))
-    by_samples = _Panel(LEFT, middle - LEFT, top, max(max(c.samples) for _, c in drawn) or 1.0, low, high)
-    by_time = _Panel(middle, width - EDGE, top, max(max(c.seconds) for _, c in drawn) or 1.0, low, high)
+    by_samples = _Chart(LEFT, middle - LEFT, top, max(max(c.samples) for _, c in drawn) or 1.0, low, high)
+    by_time = _Chart(middle, width - EDGE, top, max(max(c.seconds) for _, c in drawn) or 1.0, low, high)
     body = [
         *_axes(by_samples, _counts(by_samples.span), "samples"),
         *_axes(by_time, ticks(by_time.span, 6), f"time, {clock}"),
@@ -86,7 +86,7 @@ def loss_chart(curves: Sequence[LossCurve], title: str, clock: str, width: int =
 
 
 def sheet() -> str:
-    """The style sheet, with a class for every line."""
+    """Return the style sheet, with a class for every line."""
     rules = [SHEET, ".line { fill: none; stroke-width: 1.8; stroke-linejoin: round }\n"]
     rules += [f".m{at} {{ stroke: {colour} }} .dot.m{at} {{ fill: {colour} }}\n" for at, colour in enumerate(COLOURS)]
     rules += [f".d{at} {{ stroke-dasharray: {dash} }}\n" for at, dash in enumerate(DASHES) if dash]
@@ -94,21 +94,21 @@ def sheet() -> str:
 
 
 def smooth(losses: Sequence[float]) -> FloatArray:
-    """The mean of each loss and some before it; what is not finite is left out."""
-    found = np.array(losses, dtype=np.float64)
-    found = found[: next((at for at, loss in enumerate(found) if not isfinite(loss)), len(found))]
+    """Return the mean of each loss and some before it, up to the first loss that is not finite."""
+    values = np.array(losses, dtype=np.float64)
+    values = values[: next((at for at, loss in enumerate(values) if not isfinite(loss)), len(values))]
     window = max(1, len(losses) // SMOOTH)
-    total = np.concatenate(([0.0], np.cumsum(found)))
-    last = np.arange(1, len(found) + 1)
+    total = np.concatenate(([0.0], np.cumsum(values)))
+    last = np.arange(1, len(values) + 1)
     first = np.maximum(last - window, 0)
     return (total[last] - total[first]) / (last - first)
 
 
 def _range(losses: list[FloatArray]) -> tuple[float, float]:
-    """From the lowest loss of any to a little above where they began."""
-    every = [found for found in losses if len(found)]
-    low, high = min(float(found.min()) for found in every), ROOM * max(float(found[0]) for found in every)
-    high = min(high, max(float(found.max()) for found in every))
+    """Return the range of the loss axis: from the lowest loss to a little above the highest first one."""
+    lines = [line for line in losses if len(line)]
+    low, high = min(float(line.min()) for line in lines), HEADROOM * max(float(line[0]) for line in lines)
+    high = min(high, max(float(line.max()) for line in lines))
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
 
@@ -117,7 +117,7 @@ def _classes(at: int) -> str:
 
 
 def _legend(entries: Sequence[tuple[int, str]], width: int) -> tuple[list[str], float]:
-    """The entries, as many in a row as fit, and where the charts begin."""
+    """Return the elements of the legend, with as many entries per row as fit, and the top of the charts."""
     lines, x, y = [], float(EDGE), float(HEAD)
     for at, name in entries:
         wide = 28 + text_width(name)
@@ -134,7 +134,7 @@ def _counts(span: float) -> list[tuple[float, str]]:
     return [(at * step, number(at * step)) for at in range(floor(span / step * (1 + 1e-9)) + 1)]
 
 
-def _axes(panel: _Panel, marks: list[tuple[float, str]], words: str) -> Iterator[str]:
+def _axes(panel: _Chart, marks: list[tuple[float, str]], words: str) -> Iterator[str]:
     bottom = panel.top + HEIGHT
     for value, label in marks:
         x = panel.x(value)
@@ -150,7 +150,7 @@ def _axes(panel: _Panel, marks: list[tuple[float, str]], words: str) -> Iterator
 
 
 def _lines(
-    panel: _Panel,
+    panel: _Chart,
     drawn: Sequence[tuple[int, LossCurve]],
     smoothed: dict[int, FloatArray],
     along: Callable[[LossCurve], Sequence[float]],
@@ -160,6 +160,6 @@ def _lines(
         shown = np.unique(np.linspace(0, len(losses) - 1, min(len(losses), MOST)).round().astype(int)).tolist()
         points = [(panel.x(places[one]), panel.y(float(losses[one]))) for one in shown]
         path = " ".join(f"{x:.5g},{y:.5g}" for x, y in points)
-        said = f"{curve.name}: loss {number(float(losses[-1]))}"
-        yield f"<g>{element('title', said)}{element('polyline', class_=f'line {_classes(at)}', points=path)}"
+        tip = f"{curve.name}: loss {number(float(losses[-1]))}"
+        yield f"<g>{element('title', tip)}{element('polyline', class_=f'line {_classes(at)}', points=path)}"
         yield f"{element('circle', class_=f'dot {_classes(at)}', cx=points[-1][0], cy=points[-1][1], r=2.5)}</g>"

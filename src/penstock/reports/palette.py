@@ -1,13 +1,13 @@
-"""Colours, in one place. Every writer draws an operation in the same one.
+"""The colours of operations and kinds of memory, for all reports.
 
-The fills differ in lightness as well as in hue, so that they stay apart for colour-blind readers and in grey; they are
-of middle lightness, so that one set serves light and dark pages. A rank's later chunks are drawn paler.
+The fills differ in lightness as well as in hue, so that they are distinct for colour-blind readers and in grey. They
+are of medium lightness, for light and dark pages. A rank's later chunks are drawn paler.
 """
 
 from __future__ import annotations
 
 from penstock.core.action import Op
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 
 DARK_INK, LIGHT_INK = "#10151c", "#ffffff"
 PALEST = 0.5  # how far the last chunk of a rank is mixed with white
@@ -28,48 +28,48 @@ FILLS: dict[Op, str] = {
     Op.RESHARD: "#6b7480",
 }
 
-KIND_FILLS: dict[Kind, str] = {
-    Kind.WEIGHTS: "#8b949e",
-    Kind.OPTIMIZER: "#6b7480",
-    Kind.VERSIONS: "#6656c4",
-    Kind.GRADIENTS: "#c86fa3",
-    Kind.ACTIVATIONS: "#70b5f2",
-    Kind.HELD: "#1a9a70",
-    Kind.RECOMPUTE: "#e8881c",
+KIND_FILLS: dict[MemoryKind, str] = {
+    MemoryKind.WEIGHTS: "#8b949e",
+    MemoryKind.OPTIMIZER: "#6b7480",
+    MemoryKind.VERSIONS: "#6656c4",
+    MemoryKind.GRADIENTS: "#c86fa3",
+    MemoryKind.ACTIVATIONS: "#70b5f2",
+    MemoryKind.HELD: "#1a9a70",
+    MemoryKind.RECOMPUTE: "#e8881c",
 }
 
-# Stacked from the bottom: what stands all the time first, so that the curves above it keep their shape.
-STACK: tuple[Kind, ...] = tuple(KIND_FILLS)
+# Stacked from the bottom: constant kinds first, so that the curves above them keep their shape.
+STACK: tuple[MemoryKind, ...] = tuple(KIND_FILLS)
 
 Rgb = tuple[int, int, int]
 
 
 def rgb(colour: str) -> Rgb:
-    """The three parts of '#rrggbb', 0 to 255."""
+    """Return the three parts of '#rrggbb', 0 to 255."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return red, green, blue
 
 
 def shade(op: Op, chunk: int = 0, chunks: int = 1) -> str:
-    """The fill of an operation on one of a rank's chunks."""
+    """Return the fill of an operation on one of a rank's chunks."""
     pale = PALEST * chunk / max(chunks - 1, 1)
     return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in rgb(FILLS[op]))
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of WCAG 2, 0 for black to 1 for white."""
+    """Return the relative luminance of WCAG 2, from 0 for black to 1 for white."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in _unit(colour)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def contrast(one: str, other: str) -> float:
-    """Contrast of WCAG 2, 1 to 21."""
+    """Return the contrast ratio of WCAG 2, from 1 to 21."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
 def ink(fill: str) -> str:
-    """The ink that is read more easily on a fill."""
+    """Return the text colour with the higher contrast to a fill."""
     return max((DARK_INK, LIGHT_INK), key=lambda colour: contrast(colour, fill))
 
 

@@ -1,4 +1,4 @@
-"""What a writer is asked to draw: one timeline, or several under their labels on one time axis."""
+"""The timelines of a picture: one, or several with labels on one time axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Timelines = Timeline | Sequence[tuple[str, Timeline]]
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """One timeline, its label, and its first moment: times are drawn from there on."""
+    """One timeline and its label. Times are drawn relative to its start, `origin`."""
 
     label: str
     timeline: Timeline
@@ -29,17 +29,18 @@ class Panel:
 
 
 def panels(timelines: Timelines) -> list[Panel]:
+    """Return the panels of one timeline, or of several with their labels."""
     if isinstance(timelines, Timeline):
         kind = "measured" if timelines.measured else "predicted"
         return [Panel(f"{timelines.schedule.shape.name}, {kind}", timelines)]
-    found = [Panel(label, timeline) for label, timeline in timelines]
-    if not found:
+    labelled = [Panel(label, timeline) for label, timeline in timelines]
+    if not labelled:
         raise InputError("at least one timeline to draw", "none", "give a timeline, or pairs of a label and a timeline")
-    return found
+    return labelled
 
 
 def title(shown: Sequence[Panel]) -> str:
-    """What the picture is of: the label of a single panel, or the schedule's name and all labels."""
+    """Return the title of a picture: the label of a single panel, or the schedule's name and all labels."""
     if len(shown) == 1:
         return shown[0].label
     names = dict.fromkeys(panel.timeline.schedule.shape.name for panel in shown)
@@ -47,5 +48,5 @@ def title(shown: Sequence[Panel]) -> str:
 
 
 def longest(shown: Sequence[Panel]) -> float:
-    """The length of the common time axis; never 0, so that it can be divided by."""
+    """Return the length of the common time axis, never 0, so that callers can divide by it."""
     return max(panel.span for panel in shown) or 1.0

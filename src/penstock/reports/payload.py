@@ -1,6 +1,6 @@
-"""What the page is given: a timeline's columns as base64, each in the fewest bytes that hold it, and words beside them.
+"""The data of the HTML page: a timeline's columns as base64, each in the smallest type that fits, and text.
 
-An action costs some 30 characters, so a hundred thousand make a page of three megabytes.
+An action takes about 30 characters, so that a hundred thousand make a page of three megabytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.core.timeline import Timeline
 from penstock.reports.boxes import Boxes, beside, busy, waits
 from penstock.reports.curves import curves
@@ -26,7 +26,7 @@ Json = dict[str, Any]
 
 
 def payload(shown: Sequence[Panel]) -> Json:
-    """Everything the page draws and says."""
+    """Return all data of the page as JSON."""
     return {
         "title": title(shown),
         "span": longest(shown),
@@ -37,7 +37,7 @@ def payload(shown: Sequence[Panel]) -> Json:
 
 
 def pack(values: np.ndarray) -> Json:
-    """A column as base64 of little-endian numbers: whole ones in 1, 2 or 4 bytes, others in 8."""
+    """Return a column as base64 of little-endian numbers: integers of 1, 2 or 4 bytes, floats of 8."""
     if values.dtype.kind == "f":
         kind = "f8"
     else:
@@ -66,7 +66,7 @@ def _panel(panel: Panel) -> Json:
 
 
 def _boxes(boxes: Boxes) -> Json:
-    """Columns of boxes; those of the other half only where a pair is among them."""
+    """Return the columns of boxes, with those of overlapped backwards if there are any."""
     columns = {name: boxes.column(name) for name in ("stage", "microbatch", "version", "peer", "replica")}
     if bool((boxes.op == Op.FB).any()):
         rows, joined = boxes.schedule.rows, np.minimum(boxes.row + 1, len(boxes.schedule) - 1)
@@ -77,10 +77,10 @@ def _boxes(boxes: Boxes) -> Json:
 
 
 def _hops(timeline: Timeline) -> Json:
-    found = hops(timeline)
-    rows = timeline.schedule.rows.take(found.row)
+    transfers = hops(timeline)
+    rows = timeline.schedule.rows.take(transfers.row)
     arrays: dict[str, np.ndarray] = {
-        **{"source": found.source, "target": found.target, "start": found.start, "end": found.end},
+        **{"source": transfers.source, "target": transfers.target, "start": transfers.start, "end": transfers.end},
         **{"op": rows.op, "stage": rows.stage, "microbatch": rows.microbatch, "version": rows.version},
         **{"peer": rows.peer, "replica": rows.replica},
     }
@@ -88,16 +88,16 @@ def _hops(timeline: Timeline) -> Json:
 
 
 def _memory(timeline: Timeline) -> Json | None:
-    found = curves(timeline)
-    if not found:
+    by_slot = curves(timeline)
+    if not by_slot:
         return None
-    kinds: list[Kind] = list(found[0].levels)
+    kinds: list[MemoryKind] = list(by_slot[0].levels)
     return {
         "bytes": in_bytes(timeline),
         "unit": "" if in_bytes(timeline) else MEMORY_IN_A,
-        "peak": max(curve.peak for curve in found),
+        "peak": max(curve.peak for curve in by_slot),
         "kinds": [{"words": KIND_WORDS[kind], "fill": KIND_FILLS[kind]} for kind in kinds],
         "slots": [
-            {"times": pack(curve.times), "levels": [pack(curve.levels[kind]) for kind in kinds]} for curve in found
+            {"times": pack(curve.times), "levels": [pack(curve.levels[kind]) for kind in kinds]} for curve in by_slot
         ],
     }

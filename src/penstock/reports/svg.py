@@ -1,7 +1,6 @@
-"""A timeline as a picture: one line a slot, coloured boxes, transfers between the lines, memory below.
+"""A timeline as an SVG picture: one line per slot, coloured boxes, transfers between the lines, memory below.
 
-The picture stands by itself and draws its own ground, light or dark as the reader's system asks, so that it can be
-read on any page.
+The picture has its own background, light or dark according to the reader's system, and needs no other file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PEAK = 64  # room for the peaks of the memory curves, right of them
 
 
 def svg(timelines: Timelines, width: int = 1200) -> str:
-    """A standalone SVG document of one timeline, or of several on one time axis (predicted over measured, say)."""
+    """Return a standalone SVG document of one timeline, or of several on one time axis."""
     shown = panels(timelines)
     labels = [label for panel in shown for label in slot_labels(panel.timeline.schedule.shape)]
     frame = Frame(EDGE + max(map(text_width, labels)) + 12, width - EDGE - PEAK, longest(shown))
@@ -46,12 +45,12 @@ def svg(timelines: Timelines, width: int = 1200) -> str:
 
 
 def svg_compare(timelines: Sequence[tuple[str, Timeline]], width: int = 1200) -> str:
-    """Several timelines over each other on one time axis."""
+    """Return a standalone SVG document of several timelines, one below the other, on one time axis."""
     return svg(timelines, width)
 
 
 def _body(shown: Sequence[Panel], frame: Frame, top: float) -> tuple[list[str], float]:
-    """All timelines, then the memory of each; and where the last one ends."""
+    """Return the elements of all timelines, then of the memory of each, and the lower end of the last."""
     lines: list[str] = []
     for panel in shown:
         if len(shown) > 1:
@@ -75,10 +74,10 @@ def _figures(panel: Panel) -> str:
 
 
 def _memory_head(panel: Panel, frame: Frame, top: float, label: str) -> list[str]:
-    said = f"memory, {label}" if label else "memory"
-    said += "" if in_bytes(panel.timeline) else f", {MEMORY_IN_A}"
-    entries, _ = legend_lines(kind_entries(panel), EDGE + text_width(said, 1.1) + 24, top + 4, float("inf"))
-    return [text(said, EDGE, top + 14, "label"), *entries]
+    heading = f"memory, {label}" if label else "memory"
+    heading += "" if in_bytes(panel.timeline) else f", {MEMORY_IN_A}"
+    entries, _ = legend_lines(kind_entries(panel), EDGE + text_width(heading, 1.1) + 24, top + 4, float("inf"))
+    return [text(heading, EDGE, top + 14, "label"), *entries]
 
 
 def _timeline(panel: Panel, frame: Frame, top: float) -> Iterator[str]:

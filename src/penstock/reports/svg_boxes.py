@@ -1,4 +1,4 @@
-"""Boxes, reductions and transfers of one timeline as SVG elements."""
+"""SVG elements of the boxes, reductions and transfers of one timeline."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.reports.hops import hops
 from penstock.reports.panels import Panel
 from penstock.reports.svg_parts import Frame, box_class, element, text
 
-NARROWEST = 0.75  # pixels of a box however short, so that an update of no length is seen
+NARROWEST = 0.75  # least width of a box in pixels, so that very short ones are visible
 DIGIT = 6.6  # pixels of a digit of a box's number
-MOST = 20_000  # elements of a kind; of more, those that would fall on the same pixel are drawn once
+MOST = 20_000  # elements of a kind; if there are more, one is drawn per pixel
 BESIDE = 5  # height of a reduction's bar, at the lower edge of its line
 
 
 def box_lines(panel: Panel, frame: Frame, top: float, line: float, inset: float) -> Iterator[str]:
-    """One box an action; an overlapped pair has its forward above its backward."""
+    """Yield one box per action; an overlapped pair has its forward above its backward."""
     boxes = busy(panel.timeline)
     shape = panel.timeline.schedule.shape
     chunk = chunk_of_stage(shape)
@@ -41,10 +41,10 @@ def box_lines(panel: Panel, frame: Frame, top: float, line: float, inset: float)
 
 
 def _number(part: Action, x: float, y: float, width: float, shade: str, half: bool) -> Iterator[str]:
-    """The micro-batch, where it fits."""
-    said = str(part.microbatch)
-    if part.microbatch >= 0 and width >= DIGIT * len(said) + 2:
-        yield text(said, x, y + (3.2 if half else 4), f"number {'half ' if half else ''}on-{shade}")
+    """Yield the number of the micro-batch, if it fits."""
+    label = str(part.microbatch)
+    if part.microbatch >= 0 and width >= DIGIT * len(label) + 2:
+        yield text(label, x, y + (3.2 if half else 4), f"number {'half ' if half else ''}on-{shade}")
 
 
 def _tip(action: Action, boxes: Boxes, box: int) -> str:
@@ -53,7 +53,7 @@ def _tip(action: Action, boxes: Boxes, box: int) -> str:
 
 
 def beside_lines(panel: Panel, frame: Frame, top: float, line: float, inset: float) -> Iterator[str]:
-    """Reductions run beside the compute, so they are drawn as thin bars over it."""
+    """Yield reductions as thin bars over the compute that they overlap with."""
     boxes = beside(panel.timeline)
     for box in _visible(boxes, frame).tolist():
         start, end = float(boxes.start[box]), float(boxes.end[box])
@@ -70,27 +70,27 @@ def beside_lines(panel: Panel, frame: Frame, top: float, line: float, inset: flo
 
 
 def hop_lines(panel: Panel, frame: Frame, top: float, line: float, inset: float) -> Iterator[str]:
-    """Transfers: from the line they leave, when they leave it, to the line they reach, when they reach it."""
-    found, op = hops(panel.timeline), panel.timeline.schedule.rows.op
-    which = np.arange(len(found))
-    if len(found) > MOST:
-        pixel = np.floor(found.start * frame.scale).astype(np.int64)
-        which = np.unique(np.stack((found.source, found.target, pixel)), axis=1, return_index=True)[1]
+    """Yield transfers as lines from their sender at their start to their receiver at their end."""
+    transfers, op = hops(panel.timeline), panel.timeline.schedule.rows.op
+    which = np.arange(len(transfers))
+    if len(transfers) > MOST:
+        pixel = np.floor(transfers.start * frame.scale).astype(np.int64)
+        which = np.unique(np.stack((transfers.source, transfers.target, pixel)), axis=1, return_index=True)[1]
     for hop in which.tolist():
-        source, target = int(found.source[hop]), int(found.target[hop])
+        source, target = int(transfers.source[hop]), int(transfers.target[hop])
         down = target > source
         yield element(
             "line",
-            class_=f"hop {Op(int(op[found.row[hop]])).name.lower()}",
-            x1=frame.x(float(found.start[hop])),
+            class_=f"hop {Op(int(op[transfers.row[hop]])).name.lower()}",
+            x1=frame.x(float(transfers.start[hop])),
             y1=top + line * (source + down) - (inset if down else -inset),
-            x2=frame.x(float(found.end[hop])),
+            x2=frame.x(float(transfers.end[hop])),
             y2=top + line * (target + (not down)) + (inset if down else -inset),
         )
 
 
 def _visible(boxes: Boxes, frame: Frame) -> LongArray:
-    """All boxes, or, of too many, the longest one of each pixel."""
+    """Return all boxes, or the longest of each pixel if there are too many."""
     if len(boxes) <= MOST:
         return np.arange(len(boxes))
     pixel = np.floor(boxes.start * frame.scale).astype(np.int64)

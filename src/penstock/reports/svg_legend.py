@@ -1,4 +1,4 @@
-"""The legends of a picture: only what is in it."""
+"""The legends of a picture, with entries only for what it shows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.memory import Kind
+from penstock.core.memory import MemoryKind
 from penstock.reports.boxes import beside, busy
 from penstock.reports.curves import curves
 from penstock.reports.describe import KIND_WORDS, LETTERS, WORDS
@@ -17,17 +17,17 @@ from penstock.reports.svg_parts import box_class, element, text, text_width
 
 SWATCH, ROW, GAP = 12, 20, 18  # width of a swatch, height of a row of entries, space between entries
 
-Entry = tuple[str, str]  # a class and the words beside it
+Entry = tuple[str, str]  # a CSS class and its description
 
 
 def operations(shown: Sequence[Panel]) -> list[Op]:
-    """The operations that have boxes, in their own order."""
-    boxes = [found for panel in shown for found in (busy(panel.timeline), beside(panel.timeline))]
-    return [Op(op) for op in np.unique(np.concatenate([found.op for found in boxes])).tolist()]
+    """Return the operations that have boxes, in the order of `Op`."""
+    ops = [boxes.op for panel in shown for boxes in (busy(panel.timeline), beside(panel.timeline))]
+    return [Op(op) for op in np.unique(np.concatenate(ops)).tolist()]
 
 
-def kinds(panel: Panel) -> list[Kind]:
-    """The kinds of memory that are ever above 0, in the order they are stacked."""
+def kinds(panel: Panel) -> list[MemoryKind]:
+    """Return the kinds of memory that are ever above 0, in stacking order."""
     present = {kind for curve in curves(panel.timeline) for kind in curve.levels}
     return [kind for kind in KIND_FILLS if kind in present]
 
@@ -43,7 +43,7 @@ def kind_entries(panel: Panel) -> list[Entry]:
 
 
 def legend_lines(entries: Sequence[Entry], left: float, top: float, right: float) -> tuple[list[str], float]:
-    """The entries, as many in a row as fit, and the height of all rows."""
+    """Return the elements of a legend, with as many entries per row as fit, and its height."""
     lines: list[str] = []
     x, y = left, top
     for name, words in entries:
@@ -57,7 +57,7 @@ def legend_lines(entries: Sequence[Entry], left: float, top: float, right: float
 
 def _entry(name: str, words: str, x: float, y: float) -> list[str]:
     swatches = [element("rect", class_=f"swatch {name}", x=x, y=y, width=SWATCH, height=SWATCH, rx=2)]
-    if name == box_class(Op.FB, 0, 1):  # a pair is drawn in two halves
+    if name == box_class(Op.FB, 0, 1):  # an overlapped pair has two halves
         half = SWATCH / 2
         below = f"swatch {box_class(Op.B, 0, 1)}"
         swatches.append(element("rect", class_=below, x=x, y=y + half, width=SWATCH, height=half))

@@ -1,4 +1,4 @@
-"""The memory of every slot over time, kind upon kind, as SVG elements."""
+"""SVG elements of every slot's memory over time, with the kinds stacked."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from penstock.reports.svg_parts import Frame, element, text
 
 MEMORY_HEIGHT = 40  # from one slot to the next
 INSET = 4
-MOST = 4_000  # points of a curve; more are thinned to what pixels can show
+MOST = 4_000  # points of a curve; longer ones are thinned to the resolution of pixels
 
 
 def memory_lines(panel: Panel, frame: Frame, top: float) -> Iterator[str]:
-    """One curve a slot, all to one scale, its peak written at the right."""
-    found, bytes_ = curves(panel.timeline), in_bytes(panel.timeline)
-    highest = max((curve.peak for curve in found), default=0.0) or 1.0
+    """Yield one curve per slot, all at one scale, with its peak at the right."""
+    by_slot, bytes_ = curves(panel.timeline), in_bytes(panel.timeline)
+    highest = max((curve.peak for curve in by_slot), default=0.0) or 1.0
     tall = MEMORY_HEIGHT - INSET
     for slot, label in enumerate(slot_labels(panel.timeline.schedule.shape)):
         base = top + MEMORY_HEIGHT * (slot + 1)
-        curve = found[slot]
+        curve = by_slot[slot]
         yield text(label, frame.left - 10, base - tall / 2 + 4, "slot end")
         yield f'<g class="memory">{element("title", f"{label}: peak {amount(curve.peak, bytes_)}")}'
         yield from _areas(curve, frame, base, panel.span, tall / highest)
@@ -47,5 +47,5 @@ def _areas(curve: Curve, frame: Frame, base: float, span: float, scale: float) -
 
 
 def _stairs(x: FloatArray, y: FloatArray) -> list[tuple[float, float]]:
-    """Corners of a staircase: y[i] from x[i] to x[i + 1]."""
+    """Return the corners of a step function: y[i] from x[i] to x[i + 1]."""
     return list(zip(np.repeat(x, 2)[1:-1].tolist(), np.repeat(y, 2).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The pieces of an SVG document: elements, text, the style sheet, and the frame that turns seconds into pixels."""
+"""Parts of an SVG document: elements, text, the style sheet, and the scale from seconds to pixels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.core.action import Op
 from penstock.reports.describe import printable
 from penstock.reports.palette import FILLS, KIND_FILLS, ink, shade
 
-CHUNKS = 8  # shades that the style sheet knows; later chunks share the last
+CHUNKS = 8  # shades in the style sheet, scaled to the number of chunks
 
 SHEET = """
 text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; fill: #1f2630 }
@@ -32,7 +32,7 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue"
 
 @dataclass(frozen=True)
 class Frame:
-    """Where time runs: `span` seconds from `left` to `right` pixels."""
+    """Time axis: `span` seconds from `left` to `right` pixels."""
 
     left: float
     right: float
@@ -40,7 +40,7 @@ class Frame:
 
     @property
     def scale(self) -> float:
-        """Pixels of a second."""
+        """Pixels per second."""
         return (self.right - self.left) / self.span
 
     def x(self, moment: float) -> float:
@@ -48,14 +48,14 @@ class Frame:
 
 
 def escaped(content: str) -> str:
-    """Text for an XML or HTML document; signs that neither can hold are replaced."""
+    """Escape text for an XML or HTML document; unprintable characters are replaced."""
     return escape(printable(content))
 
 
 def element(tag: str, content: str = "", **attributes: str | float) -> str:
-    """One element; its content is text, and is escaped. `class_` stands for `class`."""
-    said = "".join(f' {_name(key)}="{_value(value)}"' for key, value in attributes.items())
-    return f"<{tag}{said}>{escaped(content)}</{tag}>" if content else f"<{tag}{said}/>"
+    """Return an element with escaped text as content. `class_` becomes the attribute `class`."""
+    written = "".join(f' {_name(key)}="{_value(value)}"' for key, value in attributes.items())
+    return f"<{tag}{written}>{escaped(content)}</{tag}>" if content else f"<{tag}{written}/>"
 
 
 def text(content: str, x: float, y: float, kind: str) -> str:
@@ -63,18 +63,18 @@ def text(content: str, x: float, y: float, kind: str) -> str:
 
 
 def text_width(content: str, scale: float = 1.0) -> float:
-    """About how many pixels a text takes, whichever of the fonts is there."""
+    """Estimate the width of a text in pixels, for any of the fonts."""
     ems = sum(0.34 if sign in "fijlrt.,:;' ()" else 0.9 if sign in "mwMW&" else 0.6 for sign in content)
     return 12 * scale * ems
 
 
 def box_class(op: Op, chunk: int, chunks: int) -> str:
-    """The class of a box of one operation on one of a rank's chunks."""
+    """Return the CSS class of a box of one operation on one of a rank's chunks."""
     return f"{op.name.lower()}{0 if chunks < 2 else 1 + round(chunk * (CHUNKS - 2) / (chunks - 1))}"
 
 
 def style() -> str:
-    """The style sheet, with a class for every operation in every shade: 0 an only chunk, 1 the first to 7 the last."""
+    """Return the style sheet, with a class per operation and shade: 0 for a single chunk, 1 (first) to 7 (last)."""
     rules = [SHEET]
     for op in FILLS:
         for step in range(CHUNKS):

@@ -1,4 +1,4 @@
-"""A table and pictures as one HTML file, which asks nothing of any network and runs no script."""
+"""A table and pictures as one HTML file, without network access or scripts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ svg { max-width: 100%; height: auto }
 
 
 def table_page(
-    title: str, said: Sequence[str], heads: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence[str]
+    title: str, lines: Sequence[str], heads: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence[str]
 ) -> str:
-    """`said` are lines above the table; `pictures` are SVG documents, which go below it as they are."""
-    sheets = [_SHEET, *(found for picture in pictures for found in re.findall(r"<style>(.*?)</style>", picture, re.S))]
+    """Return a page with `lines` of text above the table, and `pictures`, SVG documents, unchanged below it."""
+    sheets = [_SHEET, *(sheet for picture in pictures for sheet in re.findall(r"<style>(.*?)</style>", picture, re.S))]
     policy = f"default-src 'none'; style-src {' '.join(dict.fromkeys(map(_hash, sheets)))}"
     return "\n".join(
         (
@@ -39,7 +39,7 @@ def table_page(
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escaped(title)}</title><style>{_SHEET}</style></head><body>",
             f"<h1>{escaped(title)}</h1>",
-            *(f"<p>{escaped(line)}</p>" for line in said),
+            *(f"<p>{escaped(line)}</p>" for line in lines),
             '<div class="wide"><table><thead>',
             _row("th", heads),
             "</thead><tbody>",

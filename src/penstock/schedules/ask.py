@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.core.given import whole
-from penstock.core.room import require_room
+from penstock.core.memory_limit import require_memory
 from penstock.core.shape import MOST, Law, Shape, Sharing
+from penstock.core.validation import whole
 
 MOST_RANKS = 2**14  # more than anyone has; a slip of the keyboard is answered at once
 MOST_STAGES = 2**16  # of all ranks together
@@ -38,7 +38,7 @@ class Ask:
         for count in self.replicas:
             whole("replicas", count, most=MOST_SLOTS)
         whole("slots", sum(self.replicas, start=1), most=MOST_SLOTS)
-        require_room(2 * self.stages * self.chunks * self.microbatches * self.batches)
+        require_memory(2 * self.stages * self.chunks * self.microbatches * self.batches)
 
     def shape(self, placement: tuple[int, ...], law: Law = Law.SYNC, sharing: Sharing = Sharing.SPLIT) -> Shape:
         return Shape(self.name, law, placement, self.microbatches, self.batches, self.replicas, sharing, self.edges)

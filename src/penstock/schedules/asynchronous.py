@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.core.action import Op
 from penstock.core.loop import Loop
-from penstock.core.schedule import Rows
+from penstock.core.schedule import ScheduleRows
 from penstock.core.shape import IntArray, Shape
 
 # (rank, micro-batches, t) of forwards, or of backwards -> the versions they name
@@ -51,12 +51,12 @@ def _global_number(shape: Shape, rank: int, replica: int, t: IntArray) -> IntArr
     return ((t // m * shape.replicas[rank] + replica) * m + t % m).astype(np.int32)
 
 
-def _rows(op: Op, stage: int, number: IntArray, version: IntArray) -> Rows:
-    return Rows.compute(np.full(len(number), op), np.full(len(number), stage), number, version)
+def _rows(op: Op, stage: int, number: IntArray, version: IntArray) -> ScheduleRows:
+    return ScheduleRows.compute(np.full(len(number), op), np.full(len(number), stage), number, version)
 
 
-def _alternate(a: Rows, b: Rows) -> Rows:
+def _alternate(a: ScheduleRows, b: ScheduleRows) -> ScheduleRows:
     new: tuple[np.ndarray, ...] = a.columns()[:4]
     old: tuple[np.ndarray, ...] = b.columns()[:4]
     op, stage, number, version = (np.stack(pair, axis=1).ravel() for pair in zip(new, old, strict=True))
-    return Rows.compute(op, stage, number, version)
+    return ScheduleRows.compute(op, stage, number, version)

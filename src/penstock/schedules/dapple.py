@@ -10,8 +10,8 @@ whose transfers take about as long as their compute. D (`cap`) is what memory al
 from __future__ import annotations
 
 from penstock.core.action import Op
-from penstock.core.given import whole
 from penstock.core.schedule import Schedule
+from penstock.core.validation import whole
 from penstock.errors import InputError
 from penstock.schedules.ask import Ask
 from penstock.schedules.program import flush, sweep

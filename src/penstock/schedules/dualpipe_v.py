@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.given import truth
 from penstock.core.schedule import Schedule
+from penstock.core.validation import truth
 from penstock.errors import InputError
 from penstock.schedules.ask import Ask
 from penstock.schedules.program import Program, code, counted, flush

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from penstock.core.cost import Costs
-from penstock.core.given import Numbers
+from penstock.core.validation import Numbers
 
 
 class NamedOptions(TypedDict, total=False):

@@ -8,9 +8,9 @@ its stage and its backward the same version. `vertical_sync=True`: all stages us
 
 from __future__ import annotations
 
-from penstock.core.given import truth
 from penstock.core.loop import Loop
 from penstock.core.shape import IntArray, Law, Shape, Sharing
+from penstock.core.validation import truth
 from penstock.errors import InputError
 from penstock.schedules.ask import Ask
 from penstock.schedules.asynchronous import endless

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.schedule import OpArray, Rows, Schedule
+from penstock.core.schedule import OpArray, Schedule, ScheduleRows
 from penstock.core.shape import IntArray, Shape
 
 
@@ -90,12 +90,14 @@ def flush(shape: Shape, ranks: Sequence[Program]) -> Schedule:
     parts = [_repeated(program, shape) for rank, program in enumerate(ranks) for _ in range(shape.replicas[rank])]
     starts = np.concatenate(([0], np.cumsum([len(part) for part in parts]))).astype(np.int64)
     columns = (np.concatenate(column) for column in zip(*(part.columns()[:4] for part in parts), strict=True))
-    return Schedule(shape, Rows.compute(*columns), starts)
+    return Schedule(shape, ScheduleRows.compute(*columns), starts)
 
 
-def _repeated(program: Program, shape: Shape) -> Rows:
+def _repeated(program: Program, shape: Shape) -> ScheduleRows:
     if shape.batches == 1:
-        return Rows.compute(*program, np.zeros(len(program.op), dtype=np.int32))
+        return ScheduleRows.compute(*program, np.zeros(len(program.op), dtype=np.int32))
     batch = np.repeat(np.arange(shape.batches, dtype=np.int32), len(program.op))
     number = np.tile(program.microbatch, shape.batches) + batch * np.int32(shape.microbatches)
-    return Rows.compute(np.tile(program.op, shape.batches), np.tile(program.stage, shape.batches), number, batch)
+    return ScheduleRows.compute(
+        np.tile(program.op, shape.batches), np.tile(program.stage, shape.batches), number, batch
+    )

@@ -8,9 +8,9 @@ from difflib import get_close_matches
 from typing import Any, Unpack
 
 from penstock.core.arguments import named, parameters_of, refuse_unknown
-from penstock.core.given import whole
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
+from penstock.core.validation import whole
 from penstock.errors import InputError
 from penstock.schedules.ask import MOST_RANKS, Ask
 from penstock.schedules.auto.build import OPTIONS as AUTO_OPTIONS

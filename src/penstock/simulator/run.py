@@ -38,7 +38,7 @@ def run(proven: Proven, costs: Costs, factors: FloatArray | None = None) -> tupl
     _clock(
         len(rows),
         *(rows.op, rows.stage, rows.microbatch, schedule.starts),
-        *(shape.slot_replica, shape.stage_replicas, shape.first_slot[shape.stage_rank], shape.seats),
+        *(shape.slot_replica, shape.stage_replicas, shape.first_slot[shape.stage_rank], shape.replica_start),
         *(pairs.sends, pairs.lane, pairs.target),
         *(seconds_table(schedule, costs), costs.slowdown, costs.reduce, costs.overlap),
         *(links.seconds, links.latency, links.held, links.leave, links.enter, links.resources, links.shared),
@@ -83,7 +83,7 @@ def _occupy(free: FloatArray, leave: int, enter: int, t: float, seconds: float) 
 
 @helper
 def _gather(first: int, last: int, rows: LongArray, start: FloatArray, end: FloatArray, seconds: float) -> float:
-    """The last replica has come: run the reduction of seats `first` to `last`; returns its end."""
+    """The last replica has come: run the reduction of replica_start `first` to `last`; returns its end."""
     begin = 0.0
     for seat in range(first, last):
         begin = max(begin, start[rows[seat]])
@@ -95,7 +95,7 @@ def _gather(first: int, last: int, rows: LongArray, start: FloatArray, end: Floa
 @kernel
 def _clock(
     op: OpArray, stage: IntArray, microbatch: IntArray, starts: LongArray,
-    slot_replica: IntArray, stage_replicas: IntArray, stage_slot: IntArray, seats: IntArray,
+    slot_replica: IntArray, stage_replicas: IntArray, stage_slot: IntArray, replica_start: IntArray,
     sends: IntArray, lane: IntArray, target: IntArray,
     seconds: FloatArray, slowdown: FloatArray, reduce_seconds: FloatArray, overlap: float,
     link_seconds: FloatArray, latency: FloatArray, held: FloatArray, leave: IntArray, enter: IntArray, resources: int,
@@ -108,8 +108,8 @@ def _clock(
     awaits = np.full(slots, NOTHING)  # the send a blocked slot waits for; REDUCTION - stage for a reduction
     free = np.zeros(resources + 1)  # when each link is free again; the last entry stands for no link
     entered = np.zeros(stages, dtype=np.int64)  # replicas in the open reduction of a stage
-    reduce_row = np.zeros(seats[-1], dtype=np.int64)
-    reduced = np.zeros(seats[-1])  # end of a seat's last reduction, OPEN while one is open
+    reduce_row = np.zeros(replica_start[-1], dtype=np.int64)
+    reduced = np.zeros(replica_start[-1])  # end of a seat's last reduction, OPEN while one is open
     lanes_free = np.zeros(slots)  # reductions of one slot run one after the other
     ready = np.arange(slots)  # a stack of slots that can go on; where links are shared, a heap of (time, slot) instead
     height = 0 if shared else slots
@@ -158,7 +158,7 @@ def _clock(
                 end[row] = end[row + 1] = t
                 row += 1
             elif o == UPDATE:
-                seat = seats[s] + slot_replica[slot]
+                seat = replica_start[s] + slot_replica[slot]
                 if reduced[seat] == OPEN:
                     awaits[slot] = REDUCTION - s
                     break
@@ -167,16 +167,16 @@ def _clock(
                 t += seconds[o, s] * slowdown[slot]
                 end[row] = t
             elif o == REDUCE:
-                seat = seats[s] + slot_replica[slot]
+                seat = replica_start[s] + slot_replica[slot]
                 start[row] = max(t, lanes_free[slot])
                 reduce_row[seat] = row
                 reduced[seat] = OPEN
                 entered[s] += 1
                 if entered[s] == stage_replicas[s]:
                     entered[s] = 0
-                    done = _gather(seats[s], seats[s + 1], reduce_row, start, end, reduce_seconds[s])
+                    done = _gather(replica_start[s], replica_start[s + 1], reduce_row, start, end, reduce_seconds[s])
                     for member in range(stage_slot[s], stage_slot[s] + stage_replicas[s]):
-                        reduced[seats[s] + slot_replica[member]] = lanes_free[member] = done
+                        reduced[replica_start[s] + slot_replica[member]] = lanes_free[member] = done
                         if awaits[member] == REDUCTION - s:
                             awaits[member] = NOTHING
                             height = _wake(ready, height, heap, shared, max(now[member], done), member)

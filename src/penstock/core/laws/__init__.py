@@ -1,1 +1,1 @@
-"""The laws of a schedule, one file each: `check` asks them all."""
+"""The laws of a schedule, one file each, which `check` applies."""

@@ -1,8 +1,8 @@
-"""Law 5: every slot reaches the end of its list; and if not, who waits for whom.
+"""Law 5: every slot reaches the end of its list. A fault reports who waits for whom.
 
-Three kinds of transfer. *Buffered*: a send never waits, a receive waits for its own message. *In order*: the same, but
-a pair of slots delivers messages in the order they were sent, so receives must stand in that order. *Blocking*: a send
-waits until the other slot stands at the matching receive; a sound schedule may rightly fail there.
+There are three kinds of transfer. *Buffered*: a send never waits, a receive waits for its own message. *In order*: the
+same, but messages between two slots arrive in the order they were sent, so receives must have that order. *Blocking*: a
+send waits until the other slot has reached the matching receive; a sound schedule may fail with these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from penstock.core.action import Op
 from penstock.core.faults import Fault, FaultKind
 from penstock.core.jit import kernel
-from penstock.core.laws.evidence import MORE, Evidence
+from penstock.core.laws.context import MOST_FAULTS, CheckContext
 from penstock.core.match import Match
 from penstock.core.schedule import LongArray, OpArray, Schedule
 from penstock.core.shape import IntArray
@@ -30,34 +30,35 @@ class Transfers(StrEnum):
     BLOCKING = "blocking"
 
 
-def progress_faults(e: Evidence, kind: Transfers) -> Iterator[Fault]:
-    full = e.full
+def progress_faults(context: CheckContext, kind: Transfers) -> Iterator[Fault]:
+    full = context.full
     if kind is not Transfers.BUFFERED:
-        for row in _overtaken(full, e.pairs)[:MORE].tolist():
-            yield e.fault(FaultKind.CHANNEL, row, "stands behind a receive whose message was sent later")
-    at = _reach(full, e.pairs, kind is Transfers.BLOCKING)
+        for row in _overtaken(full, context.pairs)[:MOST_FAULTS].tolist():
+            yield context.fault(FaultKind.CHANNEL, row, "comes after a receive whose message was sent later")
+    at = _reach(full, context.pairs, kind is Transfers.BLOCKING)
     for slot in range(full.shape.slots):
         if at[slot] < full.starts[slot + 1]:
-            yield e.fault(FaultKind.DEADLOCK, int(at[slot]), f"deadlock: waits for {_awaited(e, int(at[slot]), at)}")
+            awaited = _awaited(context, int(at[slot]), at)
+            yield context.fault(FaultKind.DEADLOCK, int(at[slot]), f"deadlock: waits for {awaited}")
 
 
-def _awaited(e: Evidence, row: int, at: LongArray) -> str:
-    action, shape = e.full.action(row), e.full.shape
+def _awaited(context: CheckContext, row: int, at: LongArray) -> str:
+    action, shape = context.full.action(row), context.full.shape
     if action.op is Op.UPDATE:
         return f"the other replicas of stage {action.stage} to reduce"
     slot = shape.slot(action.peer, action.replica)
-    stuck = e.word(int(at[slot])) if at[slot] < e.full.starts[slot + 1] else "its end"
-    return f"rank {int(shape.slot_rank[slot])}, which stands at {stuck}"
+    stuck = context.word(int(at[slot])) if at[slot] < context.full.starts[slot + 1] else "its end"
+    return f"rank {int(shape.slot_rank[slot])}, which is at {stuck}"
 
 
 def _reach(schedule: Schedule, pairs: Match, blocking: bool) -> LongArray:
-    """The row at which each slot gets stuck: the end of its list when it does not."""
+    """Return the row at which each slot waits forever, or the end of its list if it does not."""
     shape, rows = schedule.shape, schedule.rows
     at = schedule.starts[:-1].copy()
     _advance(
         len(rows),
         *(rows.op, rows.stage, rows.microbatch, schedule.starts),
-        *(shape.slot_replica, shape.stage_replicas, shape.first_slot[shape.stage_rank], shape.seats),
+        *(shape.slot_replica, shape.stage_replicas, shape.first_slot[shape.stage_rank], shape.replica_start),
         *(pairs.sends, pairs.receives, pairs.lane, pairs.target, blocking, at),
     )
     return at
@@ -66,12 +67,12 @@ def _reach(schedule: Schedule, pairs: Match, blocking: bool) -> LongArray:
 @kernel
 def _advance(
     op: OpArray, stage: IntArray, microbatch: IntArray, starts: LongArray,
-    slot_replica: IntArray, stage_replicas: IntArray, stage_slot: IntArray, seats: IntArray,
+    slot_replica: IntArray, stage_replicas: IntArray, stage_slot: IntArray, replica_start: IntArray,
     sends: IntArray, receives: IntArray, lane: IntArray, target: IntArray, blocking: bool, at: LongArray,
 ) -> None:  # fmt: skip
     slots = len(at)
     entered = np.zeros(len(stage_slot), dtype=np.int64)  # slots of a stage in its open reduction
-    is_open = np.zeros(seats[-1], dtype=np.bool_)  # a seat has entered a reduction that is not complete
+    is_open = np.zeros(replica_start[-1], dtype=np.bool_)  # replicas of stages in a reduction that is not complete
     ready = np.arange(slots)  # a stack; a slot is on it, running, or blocked
     height = slots
     blocked = np.zeros(slots, dtype=np.bool_)
@@ -91,22 +92,22 @@ def _advance(
                     blocked[slot] = True
                     break
                 if meets:
-                    at[other] += blocking  # both ends go on together
+                    at[other] += blocking  # both ends continue
                     blocked[other] = False
                     ready[height] = other
                     height += 1
             elif o == REDUCE:
                 entered[s] += 1
-                is_open[seats[s] + slot_replica[slot]] = True
+                is_open[replica_start[s] + slot_replica[slot]] = True
                 if entered[s] == stage_replicas[s]:
                     entered[s] = 0
                     for member in range(stage_slot[s], stage_slot[s] + stage_replicas[s]):
-                        is_open[seats[s] + slot_replica[member]] = False
+                        is_open[replica_start[s] + slot_replica[member]] = False
                         if blocked[member] and op[at[member]] == UPDATE and stage[at[member]] == s:
                             blocked[member] = False
                             ready[height] = member
                             height += 1
-            elif o == UPDATE and is_open[seats[s] + slot_replica[slot]]:
+            elif o == UPDATE and is_open[replica_start[s] + slot_replica[slot]]:
                 blocked[slot] = True
                 break
             row += 1
@@ -114,7 +115,7 @@ def _advance(
 
 
 def _overtaken(schedule: Schedule, pairs: Match) -> LongArray:
-    """Receives that stand before one whose message was sent earlier over the same pair of slots."""
+    """Return receives after a receive whose message was sent later between the same two slots."""
     slot = schedule.slot_of_rows()
     sent, received = pairs.sends.ravel(), pairs.receives.ravel()
     both = (sent >= 0) & (received >= 0)

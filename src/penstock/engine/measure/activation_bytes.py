@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.core.action import Op
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine.measure.peak_memory import PeakMemory
 from penstock.engine.observer import Observer, Observers
 from penstock.engine.stage_executor import StageExecutor
@@ -51,7 +51,7 @@ class ActivationMeter(Observer):
             observers.discard(self)
             self.peak.restart()
 
-    def stage_begins(self, row: Row) -> None:
+    def stage_begins(self, row: ActionRow) -> None:
         if row.microbatch != MEASURED or row.op not in (Op.F, Op.FB):
             return
         stage = self.stages.stages[row.stage]
@@ -67,7 +67,7 @@ class ActivationMeter(Observer):
             self.saving.__exit__(None, None, None)
         self.heap = self.saving = None
 
-    def stage_ends(self, row: Row) -> None:
+    def stage_ends(self, row: ActionRow) -> None:
         if row.microbatch != MEASURED:
             return
         if row.op in (Op.F, Op.FB) and self.heap is not None and self.saving is not None:

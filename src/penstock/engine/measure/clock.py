@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine.observer import Observer
 
 KEEP = 32  # runs
@@ -50,7 +50,7 @@ class Clock(Observer):
             del self.start[: -MOST // 2], self.end[: -MOST // 2]
         self.now = self.read()
 
-    def after(self, row: Row) -> None:
+    def after(self, row: ActionRow) -> None:
         self.start.append(self.now)
         self.now = self.read()
         self.end.append(self.now)

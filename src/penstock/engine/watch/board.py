@@ -16,7 +16,7 @@ from enum import IntEnum
 from time import monotonic_ns
 
 from penstock.core.action import Action, Op
-from penstock.core.endless import Row
+from penstock.core.lowered_loop import ActionRow
 from penstock.engine import nameless
 
 PAGE = mmap.PAGESIZE
@@ -98,10 +98,10 @@ class Board:
         self.outside()
         self.beat()
 
-    def _make_doing(self) -> Callable[[Row], None]:
+    def _make_doing(self) -> Callable[[ActionRow], None]:
         page, now, pack, at = memoryview(self.map), monotonic_ns, _ROW.pack_into, 8 * Slot.OP
 
-        def doing(row: Row) -> None:
+        def doing(row: ActionRow) -> None:
             pack(page, at, *row, now(), 0)
 
         return doing

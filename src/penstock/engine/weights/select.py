@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 from penstock.core.action import Op
-from penstock.core.endless import FOREVER, Endless
+from penstock.core.lowered_loop import FOREVER, LoweredLoop
 from penstock.core.shape import Law
 from penstock.engine.observer import Observers
 from penstock.engine.weights.forecast import Drift, Steps
@@ -73,7 +73,7 @@ class Held:
 class VersionedWeights:
     """The weights of the stages of one process. `own` are each stage's, without those that it shares."""
 
-    endless: Endless
+    endless: LoweredLoop
     own: dict[int, list[nn.Parameter]]
     ties: TiedWeights
     remedy: Remedy = field(default_factory=Remedy)

@@ -20,9 +20,9 @@ from time import monotonic
 from typing import NamedTuple
 
 from penstock.core.cluster import Cluster
-from penstock.core.given import truth, whole
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
+from penstock.core.validation import truth, whole
 from penstock.errors import InputError
 from penstock.planners.outcome import Outcome
 from penstock.planners.search.bound import lower_bound

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.core.between import all_reduce
 from penstock.core.cluster import Cluster
+from penstock.core.group_costs import group_all_reduce
 from penstock.core.links import FloatArray
 from penstock.core.schedule import LongArray
 
@@ -52,7 +52,7 @@ class Places:
                     break
                 speed, memory, way = each[start * unit : (start + count) * unit].min(axis=0).tolist()
                 tables["slow"][start, at], room[start, at] = 1.0 / speed, memory
-                tables["rate"][start, at], tables["wait"][start, at] = all_reduce(cluster, run)
+                tables["rate"][start, at], tables["wait"][start, at] = group_all_reduce(cluster, run)
                 if start + count < units:
                     level = cluster.levels[cluster.meeting_level(run[0], order[(start + count) * unit])]
                     tables["hop"][start, at], tables["pause"][start, at] = 1.0 / level.bandwidth, level.latency

@@ -1,4 +1,4 @@
-// A slot's line of boxes. Boxes narrower than a pixel are blended, so a line costs no more than its pixels.
+// Draw a slot's line of boxes. Boxes narrower than a pixel are blended, so that the cost is bounded by the pixels.
 
 const INSET = 3;
 const WIDE = 1.5; // pixels from which a box is drawn by itself
@@ -6,13 +6,13 @@ const WIDE = 1.5; // pixels from which a box is drawn by itself
 const fills = data.ops.map((op) => parts(op.fill));
 const shades = new Map();
 
-// Relative luminance of WCAG 2, as the library's palette reckons it.
+// Relative luminance of WCAG 2, as in the library's palette.py.
 function luminance(colour) {
   const linear = colour.map((part) => (part <= 10 ? part / 3294.6 : ((part / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
 }
 
-// Fill and ink of an operation on a stage, made once; later chunks are paler.
+// Fill and text colour of an operation on a stage, cached; later chunks are paler.
 function shadeOf(panel, op, stageNumber) {
   const pale = panel.chunks > 1 ? (data.palest * panel.chunk[stageNumber]) / (panel.chunks - 1) : 0;
   const key = op + pale;
@@ -34,7 +34,7 @@ function drawBoxes(pen, row, count) {
   const y = row.y + INSET;
   const tall = row.height - 2 * INSET;
   const stop = boxes.at[slot + 1];
-  let pixel = layout.left; // the first that is not painted yet
+  let pixel = layout.left; // the first unpainted one
   for (let i = firstVisible(boxes, slot); i < stop && boxes.start[i] <= view.t1; ) {
     const x0 = X(boxes.start[i]);
     const x1 = X(boxes.end[i]);
@@ -58,7 +58,7 @@ function drawBox(pen, panel, i, x0, x1, y, tall) {
   const boxes = panel.boxes;
   const left = Math.max(x0, layout.left - 2);
   const right = Math.min(x1, layout.right + 2);
-  const gap = x1 - x0 > 4 ? 0.5 : 0; // a hairline between neighbours
+  const gap = x1 - x0 > 4 ? 0.5 : 0; // a thin line between neighbours
   const pair = boxes.op[i] === OP.FB;
   const faded = shown.pinned >= 0 && boxes.microbatch[i] !== shown.pinned;
   const alsoFaded = shown.pinned >= 0 && pair && boxes.joined_microbatch[i] !== shown.pinned;
@@ -75,7 +75,7 @@ function drawBox(pen, panel, i, x0, x1, y, tall) {
   pen.globalAlpha = 1;
 }
 
-// The whole word where it fits, else the micro-batch, else nothing.
+// Draw the whole word if it fits, else the micro-batch if it fits.
 function writeIn(pen, panel, i, microbatch, shade, left, right, top, high, pair) {
   const size = pair ? Math.min(10, high - 1) : 11;
   const room = (right - left - 4) / (size * 0.62);
@@ -89,7 +89,7 @@ function writeIn(pen, panel, i, microbatch, shade, left, right, top, high, pair)
   pen.fillText(text, (left + right) / 2, top + high / 2 + 0.5);
 }
 
-// Seconds that a slot spends in an operation up to a moment, from the sums up to each of its boxes.
+// Return the seconds that a slot spends in an operation up to a moment, from the running sums of its boxes.
 function workedUntil(boxes, sum, op, low, next, time) {
   if (next === low) return sum[low];
   const last = next - 1;
@@ -97,7 +97,7 @@ function workedUntil(boxes, sum, op, low, next, time) {
   return sum[last] + (boxes.op[last] === op ? since : 0);
 }
 
-// One pixel of many boxes, in the mean of their colours and of idleness. Gives the next box to draw.
+// Draw one pixel of many boxes in the mean colour of boxes and idle time. Return the next box to draw.
 function drawBlend(pen, panel, slot, i, pixel, y, tall) {
   const boxes = panel.boxes;
   const [low, stop] = [boxes.at[slot], boxes.at[slot + 1]];
@@ -113,7 +113,7 @@ function drawBlend(pen, panel, slot, i, pixel, y, tall) {
     if (share > 0) for (let at = 0; at < 3; at++) mean[at] += fills[op][at] * share;
   }
   const idle = Math.max(0, 1 - worked);
-  const alone = next === i + 1 && worked < 0.5; // a lone short box, an update say, is not to fade away
+  const alone = next === i + 1 && worked < 0.5; // a single short box, such as an update, must stay visible
   pen.fillStyle = alone
     ? shadeOf(panel, boxes.op[i], boxes.stage[i]).fill
     : `rgb(${mean.map((part, at) => Math.round(part / Math.max(worked, 1) + theme.idleParts[at] * idle)).join()})`;
@@ -123,7 +123,7 @@ function drawBlend(pen, panel, slot, i, pixel, y, tall) {
   return next > i && boxes.end[next - 1] > to ? next - 1 : Math.max(next, i + 1);
 }
 
-// Reductions run beside the compute: thin bars at the foot of the line.
+// Draw reductions, which overlap with compute, as thin bars at the bottom of the line.
 function drawBeside(pen, row, count) {
   const table = row.panel.beside;
   const stop = table.at[row.slot + 1];
@@ -139,7 +139,7 @@ function drawBeside(pen, row, count) {
   }
 }
 
-// Transfers, from line to line. Of those between the same two lines, one in three pixels is drawn.
+// Draw transfers from line to line, at most one per three pixels between the same two lines.
 function drawHops(pen, panel, rows, count) {
   const hops = panel.hops;
   const last = new Map();

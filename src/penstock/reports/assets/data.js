@@ -13,7 +13,7 @@ function unpackAll(packed) {
   return Object.fromEntries(Object.entries(packed).map(([name, column]) => [name, unpack(column)]));
 }
 
-// The first i in [low, high) with values[i] >= wanted, else high.
+// Return the first i in [low, high) with values[i] >= wanted, else high.
 function firstFrom(values, wanted, low, high) {
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -23,7 +23,7 @@ function firstFrom(values, wanted, low, high) {
   return low;
 }
 
-// The first i in [low, high) with values[i] > wanted, else high.
+// Return the first i in [low, high) with values[i] > wanted, else high.
 function firstAfter(values, wanted, low, high) {
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -33,7 +33,7 @@ function firstAfter(values, wanted, low, high) {
   return low;
 }
 
-// Seconds of every operation up to each box: what a pixel that many boxes share is made of.
+// Running sums of the seconds of every operation up to each box, for pixels with many boxes.
 function running(boxes) {
   const sums = new Map();
   for (let i = 0; i < boxes.op.length; i++) {

@@ -1,14 +1,14 @@
-// Wheel, pointer, keys, buttons.
+// Input from wheel, pointer, keys and buttons.
 
 const pointers = new Map();
-let pressed = null; // where the pointer went down: a press that does not move is a click
+let pressed = null; // position of the pressed pointer; a press without movement is a click
 
 const local = (event) => {
   const bounds = canvas.getBoundingClientRect();
   return [event.clientX - bounds.left, event.clientY - bounds.top + scrolled()];
 };
 
-// The wheel alone scrolls the page: a picture of many slots is taller than the window. A pinch comes as Ctrl and wheel.
+// The wheel alone scrolls the page, which may be taller than the window. Browsers report a pinch as Ctrl and wheel.
 function onWheel(event) {
   const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
   const zooming = event.ctrlKey || event.metaKey || event.currentTarget === axis;
@@ -59,14 +59,14 @@ function onUp(event) {
   follow();
 }
 
-// Follow the micro-batch that is pointed at, or let it go.
+// Highlight the micro-batch under the pointer, or end the highlight.
 function follow() {
   const microbatch = hover.index >= 0 ? hover.table.microbatch[hover.index] : -1;
   shown.pinned = microbatch === shown.pinned ? -1 : microbatch;
   redraw();
 }
 
-// Point at a box by keys: bring it into view and tell of it beside it.
+// Select a box by keys: scroll it into view and show its tooltip.
 function select(row, index) {
   const boxes = row.panel.boxes;
   if (index < boxes.at[row.slot] || index >= boxes.at[row.slot + 1]) return;

@@ -1,8 +1,8 @@
-// A slot's memory as stairs, kind upon kind, all slots of a timeline to one scale.
+// Draw a slot's memory as stacked step functions, with one scale for all slots of a timeline.
 
 const MEMORY_INSET = 6;
 
-// The points to draw: of those on one pixel the highest, so that no peak is lost, and the last.
+// Return the points to draw: the highest of each pixel, which keeps all peaks, and the last.
 function stairs(curve) {
   const { times, total } = curve;
   const stop = firstAfter(times, view.t1, 0, times.length);

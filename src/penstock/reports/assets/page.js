@@ -1,4 +1,4 @@
-// The page around the picture: figures, legend, tables; then the start.
+// Fill the page around the picture (figures, legend, tables), then start.
 
 function make(tag, text, parent) {
   const element = document.createElement(tag);
@@ -66,7 +66,7 @@ function writeLegend() {
   for (const [words, fill] of kinds) entry(list, "memory: " + words, fill);
 }
 
-// For tests: what is seen, what is pointed at, what the last frame cost, and where a box lies on the page.
+// For tests: the visible range, the selected item, the time of the last frame, and the position of a box.
 window.penstock = {
   get view() {
     return { ...view };

@@ -1,4 +1,4 @@
-// One frame: rows that are on the screen, from back to front.
+// Draw one frame: the visible rows, from back to front.
 
 const hover = { row: null, table: null, index: -1, slot: -1, x: -1, told: null };
 const drawn = { boxes: 0, hops: 0, points: 0, rows: 0, ms: 0, frames: 0 };
@@ -55,7 +55,7 @@ function draw() {
   drawn.frames++;
 }
 
-// Idle lines, ticks, labels.
+// Draw idle lines, ticks and labels.
 function drawGround(pen, rows, top, bottom) {
   pen.fillStyle = theme.idle;
   for (const row of rows) {
@@ -106,7 +106,7 @@ function drawHover(pen, top, bottom) {
   }
 }
 
-// The time axis, and below it a bar that shows which part of the whole is seen.
+// Draw the time axis, and below it a bar for the visible part of the timeline.
 function drawAxis() {
   const pen = axis.getContext("2d");
   pen.setTransform(layout.ratio, 0, 0, layout.ratio, 0, 0);

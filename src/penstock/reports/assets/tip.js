@@ -1,4 +1,4 @@
-// What is under the pointer, and the note that tells of it.
+// Find the item under the pointer, and show its tooltip.
 
 const tip = document.getElementById("tip");
 
@@ -22,7 +22,7 @@ function hopNear(panel, x, y) {
   return -1;
 }
 
-// The table and index of what is at a point; index -1 where there is nothing.
+// Return the table and index of the item at a point; index -1 if there is none.
 function find(x, y) {
   const row = rowAt(y);
   if (!row || x < layout.left || x > layout.right) return { row: null, table: null, index: -1 };
@@ -45,7 +45,7 @@ function find(x, y) {
   return { row, table: wait >= 0 ? panel.waits : null, index: wait };
 }
 
-// An idle stretch has no action of its own.
+// Idle time has no action.
 function idleDetails(row, time) {
   const boxes = row.panel.boxes;
   const next = firstAfter(boxes.start, time, boxes.at[row.slot], boxes.at[row.slot + 1]);

@@ -1,4 +1,4 @@
-// What is seen: the span of time, the rows and where they lie, the colours of the theme.
+// The view: visible time span, positions of rows, colours of the theme.
 
 const view = { t0: 0, t1: data.span };
 const shown = { hops: true, memory: true, pinned: -1 };
@@ -15,7 +15,7 @@ const X = (time) => layout.left + ((time - view.t0) / (view.t1 - view.t0)) * (la
 const timeAt = (x) => view.t0 + ((x - layout.left) / (layout.right - layout.left)) * (view.t1 - view.t0);
 
 function shortest() {
-  return data.span * 1e-7; // a view narrower than this runs into the precision of its numbers
+  return data.span * 1e-7; // narrower views exceed the precision of floating point
 }
 
 function setView(t0, t1) {
@@ -26,7 +26,7 @@ function setView(t0, t1) {
   redraw();
 }
 
-// Zoom by a factor so that the moment under x stays there.
+// Zoom by a factor, keeping the moment under x in place.
 function zoom(factor, x = (layout.left + layout.right) / 2) {
   const at = timeAt(x);
   const wide = Math.min(Math.max((view.t1 - view.t0) * factor, shortest()), data.span);
@@ -53,7 +53,7 @@ function parts(colour) {
   return [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
 }
 
-// Rows from top to bottom: all timelines, then the memory of each.
+// Return the rows from top to bottom: all timelines, then the memory of each.
 function placeRows() {
   const pen = canvas.getContext("2d");
   pen.font = "12px system-ui, sans-serif";
@@ -77,7 +77,7 @@ function placeRows() {
   layout.height = y;
 }
 
-// The canvas is never taller than the window: it sticks while the page scrolls, and shows the rows behind it.
+// The canvas is at most as tall as the window: it stays in place while the page scrolls, and draws the rows at its position.
 function measure() {
   placeRows();
   layout.ratio = window.devicePixelRatio || 1;

@@ -1,8 +1,8 @@
-// Actions, times and bytes in words.
+// Text for actions, times and bytes.
 
 const OP = { F: 0, B: 1, FB: 4, SEND_F: 5, RECV_B: 8, REDUCE: 9 };
 
-// The word of a box: the same that the library prints and parses.
+// Return the word of a box, as the library prints and parses it.
 function wordOf(table, i) {
   const op = table.op[i];
   const version = table.version[i] ? "@" + table.version[i] : "";
@@ -21,7 +21,7 @@ function joinedWord(table, i) {
   return table.joined_stage[i] + "B" + table.joined_microbatch[i] + (version ? "@" + version : "");
 }
 
-// Some significant digits, without needless zeros.
+// Format a number with some significant digits, without trailing zeros.
 function number(value, digits = 4) {
   if (value === 0) return "0";
   const places = Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value))));
@@ -47,7 +47,7 @@ function amount(value, inBytes) {
   return number(value) + " B";
 }
 
-// What is told of a box or a transfer that is pointed at: a heading and pairs of a name and a value.
+// Return the tooltip of a box or a transfer: a heading and pairs of a name and a value.
 function details(panel, table, i, slot) {
   const op = table.op[i];
   const microbatch = table.microbatch[i];

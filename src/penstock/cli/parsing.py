@@ -1,4 +1,4 @@
-"""What flags and files mean: numbers, schedules and timelines."""
+"""Parse numbers, schedules and timelines from flags and files."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def built_schedule(
     replicas: str,
     options: dict[str, Any],
 ) -> Schedule:
+    """Return the schedule of a method from the values of its flags."""
     from penstock.schedules.registry import schedule
 
     if stages is None:
@@ -50,17 +51,18 @@ def method_options(
     memory: str | None,
     costs: dict[str, Any],
 ) -> dict[str, Any]:
-    """The method's own options: those that were given; a method that lacks one refuses it."""
+    """Return the options of a method whose flags were used. The method refuses those it does not have."""
     most = None if memory is None else numbers("memory", memory)
-    given: dict[str, Any] = {"policy": policy, "cap": cap, "memory": most}
-    given |= {"overlap": overlap or None, "vertical_sync": vertical_sync or None, "stash": False if no_stash else None}
-    options = {option: value for option, value in given.items() if value is not None}
+    flags: dict[str, Any] = {"policy": policy, "cap": cap, "memory": most}
+    flags |= {"overlap": overlap or None, "vertical_sync": vertical_sync or None, "stash": False if no_stash else None}
+    options = {option: value for option, value in flags.items() if value is not None}
     return options | costs if name == "auto" else options
 
 
 def stage_costs(
     forward: str, input_grad: str, weight_grad: str, transfer: str, weight_grad_memory: float
 ) -> dict[str, Any]:
+    """Return the keyword arguments of `flat_costs` from the texts of their flags."""
     return {
         "forward": numbers("forward", forward),
         "input_grad": numbers("input-grad", input_grad),
@@ -71,6 +73,7 @@ def stage_costs(
 
 
 def numbers(flag: str, text: str) -> list[float]:
+    """Return the numbers in a flag's text, separated by commas."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -80,6 +83,7 @@ def numbers(flag: str, text: str) -> list[float]:
 
 
 def read_schedule(file: Path) -> Schedule:
+    """Return the schedule in a CSV file, in penstock's or PyTorch's format."""
     from penstock.core.text import from_csv
     from penstock.core.torch_text import from_torch_csv, is_torch_csv
 
@@ -92,6 +96,7 @@ def read_schedule(file: Path) -> Schedule:
 
 
 def read_timeline(file: Path) -> Timeline:
+    """Return the timeline in a JSON file."""
     from penstock.core.json_file import read_json
     from penstock.core.timeline import Timeline
 

@@ -7,23 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.action import Op
-from penstock.core.endless import Endless, Row
 from penstock.core.lower import lower
+from penstock.core.lowered_loop import ActionRow, LoweredLoop
 from penstock.schedules.registry import loop
 
 METHODS = ["pipedream", "pipedream vertical", "pipedream newest", "2bw", "pipemare"]
 
 
-def made(method: str, stages: int, parts: int) -> Endless:
+def made(method: str, stages: int, parts: int) -> LoweredLoop:
     name, _, how = method.partition(" ")
     options = {"vertical": {"vertical_sync": True}, "newest": {"stash": False}, "": {}}[how]
-    return Endless(loop(name, stages=stages, microbatches=max(parts, stages) if name == "2bw" else parts, **options))
+    return LoweredLoop(
+        loop(name, stages=stages, microbatches=max(parts, stages) if name == "2bw" else parts, **options)
+    )
 
 
-def plain(endless: Endless, batches: int, slot: int) -> list[Row]:
+def plain(endless: LoweredLoop, batches: int, slot: int) -> list[ActionRow]:
     full = lower(endless.loop.unroll(batches))
     columns = (column[full.starts[slot] : full.starts[slot + 1]].tolist() for column in full.rows.columns()[:5])
-    return [Row(Op(op), *rest) for op, *rest in zip(*columns, strict=True)]
+    return [ActionRow(Op(op), *rest) for op, *rest in zip(*columns, strict=True)]
 
 
 @settings(max_examples=60, deadline=None)

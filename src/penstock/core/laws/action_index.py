@@ -1,4 +1,4 @@
-"""Where every compute action stands: one table for the checker's laws."""
+"""The row of every compute action, in one table for all laws."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock.core.shape import IntArray
 F, B, I, FB = int(Op.F), int(Op.B), int(Op.I), int(Op.FB)
 SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
 
-# What can be wrong with a row: by itself, or where it stands in its slot.
+# Faults of a single row, by itself or at its position in its slot.
 NO_STAGE, NO_MICROBATCH, ELSEWHERE, DOUBLED, LONE, SENT_EARLY, RECEIVED_LATE = range(1, 8)
 
 
 @dataclass(frozen=True, eq=False)
-class Census:
-    """Row of the forward, the backward (B or I) and the weight gradient, by (share, micro-batch); -1: there is none.
+class ActionIndex:
+    """Rows of the forward, the backward (B or I) and the weight gradient, by (share, micro-batch); -1 for none.
 
     A share is one replica of a stage where replicas split micro-batches, and the whole stage where they take turns:
     share = first[stage] + (replica or 0).
@@ -33,7 +33,8 @@ class Census:
     flaw: OpArray  # by row
 
 
-def census(schedule: Schedule) -> Census:
+def index_actions(schedule: Schedule) -> ActionIndex:
+    """Return the index of a lowered schedule's compute actions."""
     shape, rows = schedule.shape, schedule.rows
     width = np.ones_like(shape.stage_replicas) if shape.turns else shape.stage_replicas
     first = np.concatenate(([0], np.cumsum(width))).astype(np.int32)
@@ -46,7 +47,7 @@ def census(schedule: Schedule) -> Census:
         *(shape.total, shape.microbatches, shape.turns),
         *(forward, backward, weight, flaw),
     )
-    return Census(first, forward, backward, weight, flaw)
+    return ActionIndex(first, forward, backward, weight, flaw)
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""What callers hand in: whole numbers, numbers, truths and JSON, or one message that says otherwise."""
+"""Validation of arguments and JSON data: whole numbers, numbers, booleans and texts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.errors import FormatError, InputError, PenstockError
 
 Noun = TypeVar("Noun")
 Numbers = float | Sequence[float] | npt.NDArray[np.float64]
-LARGEST = 1e30  # of seconds, bytes and rates: products of larger ones overflow, and what follows makes no sense
+LARGEST = 1e30  # of seconds, bytes and rates: products of larger ones overflow
 
 
 def whole(what: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """A whole number of at least `least`; True and 4.0 are none."""
+    """Return `value` if it is a whole number from `least` to `most`, else raise InputError, also for True and 4.0."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise InputError(f"{what} to be a whole number of at least {least}", shown(value), f"change {what}")
     if most is not None and value > most:
@@ -27,23 +27,23 @@ def whole(what: str, value: object, least: int = 1, most: int | None = None) -> 
 
 
 def truth(what: str, value: object) -> bool:
-    """True or False; 'no' and 0 are none."""
+    """Return `value` if it is True or False, else raise InputError; 'no' and 0 are refused."""
     if not isinstance(value, (bool, np.bool_)):
         raise InputError(f"{what} to be True or False", repr(value), f"change {what}")
     return bool(value)
 
 
 def number(what: str, value: object, do: str) -> None:
-    """Refuse what is not one finite number of 0 or more; True and '1' are none."""
+    """Raise InputError unless `value` is a finite number of 0 or more; True and '1' are refused."""
     if not (is_number(value) and 0 <= value < inf):
         raise InputError(f"{what} to be a number of 0 or more", shown(value), do)
     sized(what, value, do)
 
 
 def sized(what: str, value: object, do: str, least: float = 0.0) -> None:
-    """Refuse what is no number, or beyond all that is measured; 0, negative and infinite ones are for others to judge.
+    """Raise InputError unless `value` is a number, not above LARGEST if finite, and not between 0 and `least`.
 
-    `least` is the smallest that is not 0.
+    Negative and infinite numbers are accepted; callers check those.
     """
     if not is_number(value):
         raise InputError(f"{what} to be a number", repr(value), do)
@@ -54,39 +54,40 @@ def sized(what: str, value: object, do: str, least: float = 0.0) -> None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Comparisons alone may follow: a whole number can be too large to become a float."""
+    """Return True for a number, which may only be compared: a whole number can be too large for a float."""
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def text(what: str, value: object, do: str) -> None:
+    """Raise InputError unless `value` is a text."""
     if not isinstance(value, str):
         raise InputError(f"{what} to be a text", repr(value), do)
 
 
 def shown(value: object) -> str:
-    """As repr, but whole numbers of very many digits, which Python may refuse to write, by their size."""
+    """Return the repr of a value, or the magnitude of a whole number with too many digits for Python to print."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"about {'-' if value < 0 else ''}1e{int(log10(abs(value)))}"
     return repr(value)
 
 
 def numbers(what: str, value: object) -> npt.NDArray[np.float64]:
-    """One number or several, finite and 0 or more, as an array of one dimension."""
-    if isinstance(value, float) and 0 <= value <= LARGEST:  # nearly always, and ten times as fast
+    """Return one number or a sequence of them, finite and 0 or more, as an array of one dimension."""
+    if isinstance(value, float) and 0 <= value <= LARGEST:  # the most frequent case, ten times as fast this way
         return np.array([value])
     try:
-        found = np.atleast_1d(np.asarray(value, dtype=np.float64))
+        values = np.atleast_1d(np.asarray(value, dtype=np.float64))
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"{what} to be a number, or a list of numbers", repr(value), f"correct {what}") from None
-    if found.ndim != 1 or not (np.isfinite(found).all() and (found >= 0).all()):
-        raise InputError(f"{what} to be finite and 0 or more", found.tolist(), f"correct {what}")
-    if (found > LARGEST).any():
-        raise InputError(f"{what} to be at most {LARGEST:g}", found.tolist(), f"correct {what}")
-    return found
+    if values.ndim != 1 or not (np.isfinite(values).all() and (values >= 0).all()):
+        raise InputError(f"{what} to be finite and 0 or more", values.tolist(), f"correct {what}")
+    if (values > LARGEST).any():
+        raise InputError(f"{what} to be at most {LARGEST:g}", values.tolist(), f"correct {what}")
+    return values
 
 
 def column(what: str, values: object, length: int) -> npt.NDArray[np.float64]:
-    """A list of so many finite numbers, as JSON has them; none so large that sums overflow."""
+    """Return a JSON list of `length` finite numbers as an array; numbers so large that sums overflow are refused."""
     if not isinstance(values, list) or len(values) != length:
         came = f"{len(values)} of them" if isinstance(values, list) else shown(values)
         raise InputError(f"{what} to be a list of {length} numbers", came, f"correct {what}")
@@ -97,7 +98,7 @@ def column(what: str, values: object, length: int) -> npt.NDArray[np.float64]:
 
 
 def from_json_of(what: str) -> Callable[[Callable[[Any, Any], Noun]], Callable[[Any, Any], Noun]]:
-    """Mark a noun's `from_json`: data that is not of its form gets one message, whatever is wrong with it."""
+    """Decorate a `from_json` class method: malformed data raises FormatError with one message."""
 
     def reader(read: Callable[[Any, Any], Noun]) -> Callable[[Any, Any], Noun]:
         @wraps(read)
