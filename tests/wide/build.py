@@ -55,18 +55,19 @@ def net_loss(out: Any, target: Tensor) -> Tensor:
 
 
 def of_transformers(family: Family) -> Case:
-    config = tiny(config_class(family.name), CHANGES.get(family.name, {}))
-    for one in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+    kind = model_class(family)
+    config = tiny(kind.config_class or config_class(family.name), CHANGES.get(family.name, {}))
+    for one in (config, *(getattr(config, name, None) for name in kind.config_class.sub_configs)):
         if one is not None:
             one._experts_implementation = "eager"  # the default has no float64
-    model = model_class(family)(config).double().train()
+    model = kind(config).double().train()
     for module in model.modules():
         if "Dropout" in type(module).__name__ and isinstance(getattr(module, "p", None), float):
             module.p = 0.0
     return KINDS[family.kind](model, config)
 
 
-def model_class(family: Family) -> type[nn.Module]:
+def model_class(family: Family) -> Any:
     import transformers
 
     given = getattr(transformers, family.model, None)

@@ -40,10 +40,13 @@ def families() -> dict[str, Family]:
     from transformers.models.auto import modeling_auto
 
     taken: dict[str, Family] = {}
+    models = set()  # of which several families have the same
     for kind, table in TABLES.items():
         for name, model in getattr(modeling_auto, table).items():
             model = model[0] if isinstance(model, (list, tuple)) else model
-            taken.setdefault(name, Family(kind, name, model))
+            if name not in taken and model not in models:
+                taken[name] = Family(kind, name, model)
+                models.add(model)
     return {str(family): family for family in taken.values()}
 
 

@@ -15,7 +15,9 @@ INTEGERS: list[tuple[str, Any]] = [
     (r"eos_token_id|sep_token_id|eos_index|eod_token_id", 2),
     (r".*(token_id|token_index|_index|start_id|end_id)", lambda old: min(old, 5)),
     (r"chunk_size_feed_forward|n_langs|pretraining_tp", lambda old: old),
-    (r".*vocab_size|.*vocabulary_size", lambda old: min(old, WORDS)),
+    (r"num_kv_shared_layers", 1),
+    (r"hidden_size_per_layer_input", 8),
+    (r".*vocab_size.*|.*vocabulary_size", lambda old: min(old, WORDS)),
     (r"num_(key_value|kv)_heads|n_kv_heads?|num_key_value_groups|kv_heads", 2),
     (r"(encoder|decoder)_layers|num_(encoder|decoder)_layers|n_(encoder|decoder)_layers?", 2),
     (r"num_hidden_layers|n_layers?|num_layers|depth|num_blocks", 4),
@@ -33,6 +35,7 @@ INTEGERS: list[tuple[str, Any]] = [
     (r"num_experts_per_tok|moe_topk|moe_k|num_selected_experts|top_k", 2),
     (r"num_local_experts|num_experts|n_routed_experts|moe_num_experts|n_experts", 4),
     (r"n_group|topk_group|moe_num_shared_experts|n_shared_experts|num_shared_experts", 1),
+    (r"(mamba_)?n_groups|mamba_n_groups|ssm_n_groups", lambda old: min(old, 2)),
     (r"first_k_dense_replace|num_dense_layers|first_dense_layers", 1),
     (r"image_size|img_size|input_size|pretrain_image_size", 32),
     (r"patch_size", lambda old: min(old, 8)),
@@ -70,7 +73,7 @@ def smaller(name: str, old: Any) -> Any:
     if isinstance(old, bool) or old is None:
         return old
     if isinstance(old, float) or (isinstance(old, int) and re.search("drop(out)?", name)):
-        off = re.search(r"drop|mask_(time|feature)_prob", name) and "dropout_schedule" not in name
+        off = re.search(r"drop|jitter|mask_(time|feature)_prob", name) and "dropout_schedule" not in name
         return 0.0 if off else old
     if isinstance(old, int):
         return _first(INTEGERS, name, old)
@@ -106,11 +109,20 @@ def _fields(kind: type, changes: dict[str, Any]) -> dict[str, Any]:
             if field.default_factory is dataclasses.MISSING:
                 continue
             old = field.default_factory()
-        new = smaller(field.name, old)
+        new = _groups(kind) if field.name == "num_key_value_heads" else smaller(field.name, old)
+        if field.name == "head_dim":  # some compute it from the rest, some want it said
+            new = WIDTH // HEADS
         if new != old:
             fields[field.name] = new
     changed = {name: value for name, value in changes.items() if name not in inner}
     return fields | changed
+
+
+def _groups(kind: type) -> int:
+    """Heads of keys and values: as many as of queries, where the family wants that."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    same = defaults["num_key_value_heads"] == defaults.get("num_attention_heads")
+    return HEADS if same else HEADS // 2
 
 
 def _inner(kind: type) -> dict[str, type]:

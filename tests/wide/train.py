@@ -149,6 +149,7 @@ def main(way: str, schedules: str, entries: str, file: str) -> None:
     import os
 
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
     rank = int(os.environ.get("RANK", "0"))
     warnings.simplefilter("ignore")
     out = Path(f"{file}.{rank}").open("a")
@@ -162,7 +163,8 @@ def main(way: str, schedules: str, entries: str, file: str) -> None:
         began = time.perf_counter()
         try:
             entry = Entry(name)
-            entry.whole()
+            if not all(bool(tensor.isfinite().all()) for tensor in entry.whole().values()):
+                raise ValueError("plain training gives weights that are not finite")
         except Exception as error:
             write(entry=name, outcome="not tried", said=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-3000:])
             continue

@@ -280,7 +280,7 @@ class _Recorder(Walk):
         self.kept.append(hooks[0])
         return id(hooks[0])
 
-    def transformed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def transformed(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         for tensor in tree.tensors((args, kwargs)):
             while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 tensor = torch._C._functorch.get_unwrapped(tensor)
