@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from changes import CHANGES
+from changes import CHANGES, SINGLE
 from families import Family, config_class, families
 from nets import FIXED, NETS
 from shrink import WORDS, tiny
@@ -60,7 +60,9 @@ def of_transformers(family: Family) -> Case:
     for one in (config, *(getattr(config, name, None) for name in kind.config_class.sub_configs)):
         if one is not None:
             one._experts_implementation = "eager"  # the default has no float64
-    model = kind(config).double().train()
+    if family.name in SINGLE:
+        torch.set_default_dtype(torch.float32)
+    model = kind(config).to(torch.get_default_dtype()).train()
     for module in model.modules():
         if "Dropout" in type(module).__name__ and isinstance(getattr(module, "p", None), float):
             module.p = 0.0
@@ -97,10 +99,12 @@ SHAPES = ((10, (0, 0, 0, 0)), (14, (0, 3, 6, 1)), (10, (4, 0, 2, 5)))  # length,
 def text(model: nn.Module, config: Any) -> Case:
     words = min(WORDS, int(_of_text(config, "vocab_size", WORDS)))
     batches = []
+    streams = config.num_codebooks if "musicgen" in config.model_type else 1  # each a row of its own
     for length, cuts in SHAPES:
-        mask, ids = padded(ROWS, length, cuts), torch.randint(6, words, (ROWS, length))
+        cuts = tuple(cut for cut in cuts for _ in range(streams))
+        mask, ids = padded(len(cuts), length, cuts), torch.randint(6, words, (len(cuts), length))
         inputs: dict[str, Any] = {"input_ids": ids * mask}
-        if taken(model, "attention_mask"):
+        if taken(model, "attention_mask") and streams == 1:
             inputs["attention_mask"] = mask
         if taken(model, "decoder_input_ids"):
             inputs["decoder_input_ids"] = torch.randint(6, words, (ROWS, length - 2))
@@ -116,7 +120,8 @@ def _of_text(config: Any, name: str, otherwise: Any) -> Any:
 
 
 def token_loss(out: Any, target: Tensor) -> Tensor:
-    return F.cross_entropy(_logits(out).flatten(0, 1), target.flatten())
+    logits = _logits(out)[:, : target.shape[1]]  # some give as many as there are positions
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def _logits(out: Any) -> Tensor:
@@ -138,9 +143,19 @@ def images(model: nn.Module, config: Any) -> Case:
     """Rows differ between batches; and the size of images, where that is open."""
     batches = []
     for rows in (ROWS, ROWS + 2, ROWS):
-        inputs: dict[str, Any] = {"pixel_values": torch.randn(rows, *_picture(config), dtype=torch.float64)}
-        batches.append((inputs, torch.randint(0, CLASSES, (rows,))))
+        batches.append((_pictures(model, config, rows), torch.randint(0, CLASSES, (rows,))))
     return Case(model, batches, class_loss, _rows)
+
+
+def _pictures(model: nn.Module, config: Any, rows: int) -> dict[str, Any]:
+    if taken(model, "spatial_shapes"):  # patches in a row, some of them padding
+        patches = torch.randn(rows, 16, 3 * config.vision_config.patch_size**2, dtype=torch.float64)
+        mask = padded(rows, 16, tuple(4 * (row % 2) for row in range(rows)))
+        shapes = torch.tensor([[4 - row % 2, 4] for row in range(rows)])
+        return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    if not taken(model, "pixel_values"):  # pixels as words
+        return {"input_ids": torch.randint(0, config.vocab_size, (rows, 16))}
+    return {"pixel_values": torch.randn(rows, *_picture(config), dtype=torch.float64)}
 
 
 def _picture(config: Any) -> tuple[int, int, int]:
@@ -151,7 +166,8 @@ def _picture(config: Any) -> tuple[int, int, int]:
 
 
 def class_loss(out: Any, target: Tensor) -> Tensor:
-    return F.cross_entropy(_logits(out), target)
+    logits = _logits(out)
+    return F.cross_entropy(logits if logits.dim() == 2 else logits.mean(1), target)
 
 
 def segments(model: nn.Module, config: Any) -> Case:
@@ -189,11 +205,15 @@ def videos(model: nn.Module, config: Any) -> Case:
 
 def _sounds(model: nn.Module, config: Any, rows: int, length: int, cuts: tuple[int, ...]) -> dict[str, Any]:
     name = "input_values" if taken(model, "input_values") else "input_features"
-    if name == "input_values" and not hasattr(config, "num_mel_bins"):
+    if name == "input_values" and (hasattr(config, "conv_dim") or not hasattr(config, "num_mel_bins")):
         shape: tuple[int, ...] = (rows, 100 * length)
         mask = padded(rows, 100 * length, tuple(100 * cut for cut in cuts))
     else:
-        mels = getattr(config, "num_mel_bins", None) or getattr(config, "feature_projection_input_dim", 16)
+        names = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_dim")
+        names = ("d_model",) if config.model_type == "pop2piano" else names
+        mels = next((getattr(config, one) for one in names if getattr(config, one, None)), 16)
+        if config.model_type == "whisper":  # of one length, channels first
+            return {name: torch.randn(rows, mels, 2 * config.max_source_positions, dtype=torch.float64)}
         shape, mask = (rows, 4 * length, mels), padded(rows, 4 * length, tuple(4 * cut for cut in cuts))
     sound = torch.randn(shape, dtype=torch.float64)
     inputs: dict[str, Any] = {name: sound * mask.reshape(mask.shape + (1,) * (sound.dim() - 2))}

@@ -31,7 +31,8 @@ INTEGERS: list[tuple[str, Any]] = [
     (r"(max|n|num|max_source|max_target|max_2d|max_seq)_?(position_embeddings|positions|ctx|len|length|seq_len)",
      lambda old: min(old, POSITIONS)),
     (r"max_sequence_length|seq_length|context_length|n_positions|n_ctx", lambda old: min(old, POSITIONS)),
-    (r"sliding_window|attention_window|local_attention|window_size", lambda old: min(old, 4)),
+    (r"sliding_window|attention_window|local_attention", lambda old: min(old, 8)),  # more than what is padded
+    (r"window_size", lambda old: min(old, 4)),
     (r"num_experts_per_tok|moe_topk|moe_k|num_selected_experts|top_k", 2),
     (r"num_local_experts|num_experts|n_routed_experts|moe_num_experts|n_experts", 4),
     (r"n_group|topk_group|moe_num_shared_experts|n_shared_experts|num_shared_experts", 1),
@@ -51,11 +52,12 @@ INTEGERS: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 LISTS: list[tuple[str, Any]] = [
+    (r"image_size", lambda old: [32 for _ in old]),
     (r"depths|layers|num_blocks|layer_depths|num_conv_layers", lambda old: [min(one, 2) for one in old]),
     (r"conv_dim|tdnn_dim", lambda old: [16 for _ in old]),
     (r"(num|n)_(attention_)?heads", lambda old: [min(one, 2) for one in old]),
     (r".*(hidden_sizes|embed_dims?|channels|dims|widths|sizes|embed_dim)", lambda old: _narrow(old)),
-    (r"image_size", lambda old: [32 for _ in old]),
+    (r"attention_window", lambda old: [8 for _ in old]),
     (r"eos_token_id", lambda old: [2]),
 ]
 
@@ -122,7 +124,7 @@ def _groups(kind: type) -> int:
     """Heads of keys and values: as many as of queries, where the family wants that."""
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     same = defaults["num_key_value_heads"] == defaults.get("num_attention_heads")
-    return HEADS if same else HEADS // 2
+    return HEADS if same or "kv_lora_rank" in defaults else HEADS // 2
 
 
 def _inner(kind: type) -> dict[str, type]:

@@ -1,6 +1,6 @@
 """Train entries as pipelines beside plain training, and write down how far the weights are from each other.
 
-Run as a script, by one process or by every rank: python train.py WAY SCHEDULES ENTRIES FILE.
+Run as a script, by one process or by every rank: python train.py SCHEDULES ENTRIES FILE.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import sys
 import time
 import traceback
 import warnings
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from penstock.errors import PenstockError
 
 CLOSE = 1e-10
 RATE = 1e-3
+RANK = int(os.environ.get("RANK", "0"))
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -85,7 +88,7 @@ def distance(some: dict[str, Tensor], others: dict[str, Tensor]) -> tuple[float,
     """The largest, and whose."""
     farthest = (0.0, "")
     for name, tensor in others.items():
-        if name in some and tensor.numel():
+        if tensor.numel() and "num_batches" not in name:
             off = float((some[name].double() - tensor.double()).abs().max())
             if not off <= farthest[0]:
                 farthest = (off, name)
@@ -106,75 +109,69 @@ def piped(case: Case, schedule: str) -> dict[str, Tensor]:
 
 
 class Entry:
-    """A model of the net, and plain training's weights when they are asked for."""
+    """A model of the net, and plain training's weights."""
 
     def __init__(self, name: str) -> None:
+        torch.set_default_dtype(torch.float64)
         torch.manual_seed(7)
         self.case = build(name)
         self.start = _state(self.case.model)
-        self.wholes: dict[str, Tensor] | None = None
-        self.parts: dict[str, Tensor] | None = None
+        self.whole = plain(self.case, 1)
+        if not all(bool(tensor.isfinite().all()) for tensor in self.whole.values()):
+            raise ValueError("plain training gives weights that are not finite")
 
-    def whole(self) -> dict[str, Tensor]:
-        if self.wholes is None:
-            self.wholes = plain(self.case, 1)
-        return self.wholes
-
+    @cached_property
     def in_parts(self) -> dict[str, Tensor]:
-        if self.parts is None:
-            self.parts = plain(self.case, PARTS)
-        return self.parts
+        return plain(self.case, PARTS)
 
     def result(self, schedule: str) -> dict[str, Any]:
+        """What came of training it by this schedule."""
         try:
             weights = piped(self.case, schedule)
         except PenstockError as error:
             return {"outcome": "refused", "said": f"{type(error).__name__}: {error}"}
         except Exception as error:
-            return {"outcome": "failed", "said": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
-        off, name = distance(weights, self.whole())
-        result: dict[str, Any] = {"outcome": "exact", "off": off, "farthest": name, "against": "whole batches"}
+            return {"outcome": "failed", **_said(error)}
+        return self.compared(weights) if RANK == 0 else {}
+
+    def compared(self, weights: dict[str, Tensor]) -> dict[str, Any]:
+        """How far weights are from plain training's: by whole batches, or else by their micro-batches."""
+        moved, (off, name) = distance(self.whole, self.start)[0], distance(weights, self.whole)
+        against = "whole batches"
         if not off <= CLOSE:
-            off, name = distance(weights, self.in_parts())
-            result |= {"off": off, "farthest": name, "against": "micro-batches", "whole": result["off"]}
-            result["whole farthest"] = result["farthest"]
-            result["farthest"] = name
-        if not result["off"] <= CLOSE:
-            result["outcome"] = "wrong"
-        result["moved"] = distance(self.whole(), self.start)[0]
-        return result
+            (off, name), against = distance(weights, self.in_parts), "micro-batches"
+        outcome = "exact" if off <= CLOSE and moved > RATE else "wrong"
+        return {"outcome": outcome, "off": off, "farthest": name, "against": against, "moved": moved}
 
 
-def main(way: str, schedules: str, entries: str, file: str) -> None:
-    import os
+def _said(error: Exception) -> dict[str, str]:
+    return {"said": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
 
+
+def main(schedules: str, entries: str, file: str) -> None:
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    rank = int(os.environ.get("RANK", "0"))
     warnings.simplefilter("ignore")
-    out = Path(f"{file}.{rank}").open("a")
-
-    def write(**record: Any) -> None:
-        out.write(json.dumps(record) + "\n")
-        out.flush()
-
     for name in entries.split(";"):
-        write(begun=name)
         began = time.perf_counter()
         try:
             entry = Entry(name)
-            if not all(bool(tensor.isfinite().all()) for tensor in entry.whole().values()):
-                raise ValueError("plain training gives weights that are not finite")
         except Exception as error:
-            write(entry=name, outcome="not tried", said=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-3000:])
+            for schedule in schedules.split(","):
+                write(file, entry=name, schedule=schedule, outcome="not tried", **_said(error))
             continue
         for schedule in schedules.split(","):
             result = entry.result(schedule)
-            write(entry=name, way=way, schedule=schedule, seconds=round(time.perf_counter() - began, 2), **result)
+            write(file, entry=name, schedule=schedule, seconds=round(time.perf_counter() - began, 2), **result)
             began = time.perf_counter()
         del entry
         gc.collect()
-    write(ended=True)
+
+
+def write(file: str, **record: Any) -> None:
+    """Rank 0 writes for all."""
+    if RANK == 0:
+        with Path(file).open("a") as out:
+            out.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":
