@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import PenstockError
 
-CLOSE = 1e-10
+CLOSE = {torch.float64: 1e-10, torch.float32: 1e-6}
 RATE = 1e-3
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -137,10 +137,10 @@ class Entry:
     def compared(self, weights: dict[str, Tensor]) -> dict[str, Any]:
         """How far weights are from plain training's: by whole batches, or else by their micro-batches."""
         moved, (off, name) = distance(self.whole, self.start)[0], distance(weights, self.whole)
-        against = "whole batches"
-        if not off <= CLOSE:
+        against, close = "whole batches", CLOSE[torch.get_default_dtype()]
+        if not off <= 1e-10:
             (off, name), against = distance(weights, self.in_parts), "micro-batches"
-        outcome = "exact" if off <= CLOSE and moved > RATE else "wrong"
+        outcome = "exact" if off <= close and moved > RATE else "wrong"
         return {"outcome": outcome, "off": off, "farthest": name, "against": against, "moved": moved}
 
 
