@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: minimal install train test lint types imports unit bench pictures clean
+.PHONY: minimal install train test lint types imports unit zoo bench pictures clean
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -38,6 +38,9 @@ imports: install
 
 unit: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+zoo: install
+	$(BIN)/python tests/wide/run.py --table
 
 bench: install
 	$(BIN)/python -m benchmarks.simulator --large

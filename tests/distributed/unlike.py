@@ -128,6 +128,20 @@ def masked(m: Model, x: Tensor, mask: Tensor | None = None) -> Tensor:
     return x
 
 
+def shaded(m: Model, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Makes a mask of its own from what is padding, changes it in place between blocks, and looks at it."""
+    shade = torch.ones(x.shape[:2])
+    if mask is not None:
+        shade[mask == 0] = 0.5
+    x = m.first(x)
+    for at, block in enumerate(m.blocks):
+        x = block(x) * (1 * shade)[..., None]
+        shade[:, at % 3].mul_(1.25)
+        if shade.mean() < 1.1:
+            x = m.tables[KEYS[at % 3]](x)
+    return x + shade[..., None]
+
+
 def checkpointed(m: Model, x: Tensor, mask: Tensor | None = None) -> Tensor:
     x = m.first(x)
     for block in m.blocks:
@@ -350,6 +364,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "blocks through a set": lambda: numbers(blocks_through_a_set),
     "masked": lambda: padded(masked),
     "padded, then full": lambda: padded(masked, "padded"),
+    "changed in place": lambda: padded(shaded),
+    "changed in place, padded first": lambda: padded(shaded, "padded"),
     "checkpointed": lambda: padded(checkpointed),
     "llama": lambda: text("Llama"),
     "llama without cache": lambda: text("Llama", use_cache=False),

@@ -30,6 +30,35 @@ class Masked(nn.Module):
         return x
 
 
+class Double(torch.autograd.Function):
+    """A custom Function that transforms can take."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(row: Tensor) -> Tensor:
+        return row * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Called(Masked):
+    """Calls a custom Function and modules inside its transform."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return super().forward(x, torch.vmap(lambda row: Double.apply(self.inner(row)) / 2)(keep))
+
+
 class Slope(nn.Module):
     """Adds the gradient of its layer by its input."""
 
@@ -55,7 +84,12 @@ class Slopes(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("make", [Masked, lambda: Slopes(False), lambda: Slopes(True)], ids=["mask", "inside", "both"])
+MAKES = {
+    "mask": Masked, "inside": lambda: Slopes(False), "both": lambda: Slopes(True), "called": lambda: Called(nn.ReLU())
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=list(MAKES))
 def test_it_trains_as_the_whole_model_does(make):
     torch.manual_seed(0)
     model = make().double()
@@ -85,3 +119,10 @@ def test_a_transform_of_what_blocks_make_is_refused_between_them():
     with pytest.raises(SplitError, match=r"transforms of torch\.func between modules") as caught:
         Pipeline(Outside(), example=(torch.randn(2, 5, WIDTH), torch.ones(2, 5)), stages=2, loss=F.mse_loss)
     assert "test_transforms.py" in str(caught.value)
+
+
+def test_a_module_with_weights_inside_a_transform_between_blocks_is_refused():
+    with pytest.raises(SplitError, match=r"Linear of what the model makes, inside one at .*test_transforms\.py"):
+        Pipeline(
+            Called(nn.Linear(5, 5)), example=(torch.randn(2, 5, WIDTH), torch.ones(2, 5)), stages=2, loss=F.mse_loss
+        )

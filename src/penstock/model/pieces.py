@@ -54,7 +54,8 @@ def _is_light(module: nn.Module) -> bool:
 
 def _spoils(seen: Trace, at: int) -> bool:
     """Whether an event changes in place what came before: a cut there would cost a copy."""
-    return any(seen.values[before].made_by >= 0 for before, _ in seen.events[at].changes)
+    event = seen.events[at]
+    return not event.free and any(seen.values[before].made_by >= 0 for before, _ in event.changes)
 
 
 def _called_from_afar(model: nn.Module) -> set[str]:

@@ -193,7 +193,7 @@ class _Recorder(Walk):
         if atom:
             result = self.apart(result, changed)
         additions = containers.additions() if containers is not None else []
-        free = seed is not None or not (atom or drew or changed)
+        free = seed is not None or not (atom or drew or not all(map(self.is_own, self.sharing(changed))))
         flops, mark = self.counter.total - before, self.counter.mark
         event = Event(name, atom, users_line(), (), (), (), (), (), free, flops, mark, alike=shared, seed=seed)
         event = replace(event, places=tuple(at for _, at in read), additions=tuple(one for one, _ in additions))
@@ -208,6 +208,17 @@ class _Recorder(Walk):
     def is_free(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
         """Whether what a function made depends on nothing but inputs."""
         return all(self.values[self.number(t)].free for t in given) and not any(t.requires_grad for t in made)
+
+    def sharing(self, changed: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that show a change in place: all in the same memory."""
+        shared = {id(t): t for one in changed for t in self.memory.get(place(one), {id(one): one}).values()}
+        return list(shared.values())
+
+    def is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether every stage has made a tensor for itself, in memory that nothing else shows: it may change it, too."""
+        value = self.values[self.number(tensor)]
+        mine = value.free and value.made_by >= 0 and tensor.layout is torch.strided
+        return mine and tensor.untyped_storage().resizable()  # numpy's memory is not
 
     def apart(self, result: Any, changed: list[torch.Tensor]) -> Any:
         """The result of an atom, in which what it returns as it was given is a value of its own: the next time it may
@@ -243,13 +254,12 @@ class _Recorder(Walk):
         parameters = tuple(sorted(name for name in self.used if name and name not in self.buffers))
         free = event.free and not parameters and all(self.values[value].free for value in reads)
         free = free and not any(tensor.requires_grad for tensor in made)
-        shared = {id(t): t for one in changed for t in self.memory.get(place(one), {id(one): one}).values()}
         changes = tuple(
             (
-                self.known[i],
-                self.add(tensor, at, False, name_of("changed", event.alike, self.values[self.known[i]].key)),
+                self.known[id(t)],
+                self.add(t, at, free, name_of("changed", event.alike, self.values[self.known[id(t)]].key)),
             )
-            for i, tensor in shared.items()
+            for t in self.sharing(changed)
         )
         named = [(t, p) for t, p in zip(tree.tensors(result), places(result), strict=True) if id(t) not in fixed]
         makes = tuple(
@@ -280,7 +290,7 @@ class _Recorder(Walk):
         self.kept.append(hooks[0])
         return id(hooks[0])
 
-    def transformed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def transformed(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:
         for tensor in tree.tensors((args, kwargs)):
             while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
                 tensor = torch._C._functorch.get_unwrapped(tensor)

@@ -76,8 +76,8 @@ class Walk(TorchFunctionMode):
     def glue(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def transformed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A function is called inside a transform of torch.func (vmap, say), whose tensors are none that travel: it
+    def transformed(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:
+        """A function or a module is called inside a transform of torch.func (vmap, say), whose tensors are none that travel: it
         runs on every stage."""
 
     def made_inside(self, result: Any) -> Any:
@@ -170,6 +170,9 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = _running.walk
     if walk is None or walk.inside:
         return _CALL(module, *args, **kwargs)
+    if _transform() is not None:
+        walk.transformed(type(module).__name__, (args, list(module.parameters())), kwargs)
+        return _CALL(module, *args, **kwargs)
     if id(module) in walk.layout.opened:
         return padded(_CALL, module, *args, **kwargs) if is_encoder(module) else _CALL(module, *args, **kwargs)
     name = walk.layout.names.get(id(module), f"({type(module).__name__})")
@@ -182,6 +185,9 @@ def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         return run(cls, *args, **kwargs)
     if walk.inside:
         return walk.made_inside(run(cls, *args, **kwargs))
+    if _transform() is not None:
+        walk.transformed(cls.__name__, args, kwargs)
+        return run(cls, *args, **kwargs)
     return walk.hidden(walk.glue, f"{cls.__module__}.{cls.__qualname__}.apply", partial(run, cls), args, kwargs)
 
 
