@@ -345,6 +345,16 @@ def test_the_same_config_again_goes_on_or_is_refused_before_torch_is_loaded(smal
     assert told["losses"] == whole[6:]
 
 
+def test_a_path_with_nothing_there_is_refused_before_torch_is_loaded(small, tmp_path):
+    """It took until after torch, the workers and the model."""
+    code, said = without_torch("train", small, "--resume", tmp_path / "no")
+    assert code == 2
+    assert said.startswith(f"penstock: {tmp_path / 'no' / 'penstock.json'}: expected a checkpoint, but got nothing the")
+    code, said = without_torch("import", small, tmp_path / "no.safetensors", tmp_path / "new")
+    assert code == 2
+    assert said.startswith(f"penstock: {tmp_path / 'no.safetensors'}: expected a safetensors file, or a transformers d")
+
+
 @pytest.mark.parametrize("line", ["keep = 2", 'resume = "auto"'])
 def test_what_is_said_of_checkpoints_needs_a_path_for_them(small, line):
     small.write_text(SMALL + line + "\n")

@@ -13,7 +13,7 @@ from penstock.app.score import Scorer
 from penstock.core.arguments import named, parameters_of, refuse_unknown
 from penstock.core.cluster import Cluster
 from penstock.core.cluster_file import read_cluster
-from penstock.core.given import whole
+from penstock.core.given import require_noun, require_path, whole
 from penstock.core.json_file import read_json
 from penstock.core.profile import MOST_ROWS, Profile
 from penstock.core.text_profile import read_text_profile
@@ -28,6 +28,7 @@ NO_TIME = 1e-12  # seconds: less in all is nothing measured, and rows a second w
 @named
 def read_profile(path: str | Path, samples: int | None = None) -> Profile:
     """A profile from our JSON or from the literature's text, which does not say how many rows were measured."""
+    require_path(path)
     if Path(path).suffix != ".json":
         return read_text_profile(path, 1 if samples is None else whole("samples", samples))
     if samples is not None:
@@ -52,6 +53,8 @@ def plan(
     """
     _require_options(options)
     refuse_unknown("plan", options, [*parameters_of(plan), *OPTIONS])
+    require_noun(profile, Profile, "measure one with penstock.profile(), or read one: penstock.read_profile(path)")
+    require_noun(cluster, Cluster, "read one: penstock.read_cluster(name or path)")
     sized = profile if microbatch is None else scaled(profile, whole("microbatch", microbatch, most=MOST_ROWS))
     spent = sum(layer.seconds for layer in sized.layers)
     if spent < NO_TIME:

@@ -60,10 +60,10 @@ def refuse_unknown(name: str, given: Iterable[str], known: Iterable[str]) -> Non
     unknown = [argument for argument in given if argument not in every]
     if not unknown:
         return
-    near = get_close_matches(unknown[0], every, n=1)
+    near = [match for argument in unknown for match in get_close_matches(argument, every, n=1)]
     few = len(every) <= FEW
     advice = f"it takes {', '.join(every)}" if few else f"leave it out (help(penstock.{name}) lists what there is)"
-    advice = f"did you mean {near[0]}?" if near else advice
+    advice = f"did you mean {' and '.join(dict.fromkeys(near))}?" if near else advice
     raise ArgumentError(f"arguments that {name} takes", ", ".join(map(repr, unknown)), advice)
 
 

@@ -34,7 +34,7 @@ from typing import Any
 from penstock.core.arguments import named
 from penstock.core.cluster import Cluster, Device, Level, require_room
 from penstock.core.cluster_presets import KINDS, PRESETS
-from penstock.core.given import whole
+from penstock.core.given import require_path, whole
 from penstock.core.toml_file import read_toml
 from penstock.errors import FormatError, InputError
 
@@ -55,6 +55,7 @@ KEYS = {
 @named
 def read_cluster(source: str | Path, hosts: int | None = None) -> Cluster:
     """The cluster in a TOML file, or a preset by its name; `hosts` replaces how many hosts it has."""
+    require_path(source)
     path = Path(source)
     if str(source) in PRESETS and not path.exists():
         return from_table({"preset": str(source)}, str(source), hosts)
