@@ -117,6 +117,7 @@ def test_each_of_several_wrong_arguments_has_its_nearest():
         Pipeline(sequence(), example=torch.ones(1, 2), stages=2, optimizr=None, los=None)
 
 
+PIPE = Pipeline(sequence(), example=torch.ones(1, 2), stages=2)
 ONE_F = penstock.schedule("1f1b", stages=2, microbatches=2)
 
 
@@ -140,6 +141,10 @@ ONE_F = penstock.schedule("1f1b", stages=2, microbatches=2)
         (lambda: penstock.plan(PROFILE, "pc"), r"a Cluster, but got 'pc'; .*penstock.read_cluster\("),
         (lambda: penstock.read_cluster(3), "the path of a file, but got 3"),
         (lambda: penstock.read_profile(None), "the path of a file, but got None"),
+        (lambda: PIPE.save(None), "the path of a file, but got None"),
+        (lambda: PIPE.load(3), "the path of a file, but got 3"),
+        (lambda: PIPE.export(None), "the path of a file, but got None"),
+        (lambda: PIPE.import_weights(b"x"), "the path of a file, but got b'x'"),
         (lambda: penstock.schedule(ONE_F, stages=2), "the name of a method, but got a Schedule"),
     ],
 )

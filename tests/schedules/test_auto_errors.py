@@ -42,9 +42,7 @@ def test_one_clear_message(options, message):
 
 def test_more_than_can_be_searched_is_refused_at_once():
     """It was searched for hours."""
-    with pytest.raises(
-        InputError, match="at most 1,000,000 forwards and backwards for auto.*got 80,000,"
-    ):
+    with pytest.raises(InputError, match=r"at most 1,000,000 forwards and backwards for auto.*got 80,000,"):
         schedule("auto", stages=4, microbatches=10_000_000)
 
 
