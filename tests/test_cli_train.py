@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -177,6 +178,11 @@ BAD = {
         ("stages = 2", "stages = 2\noptions = {t4 = 1}"),
         "pipeline.options.t4: .*an option of",
     ),
+    "more layers than memory": (
+        ("layers = 4", "layers = 1000000000"),
+        "model: expected sizes whose weights the .* GiB of",
+    ),
+    "a width beyond memory": (("width = 16", "width = 1600000"), "model: expected sizes .* lower width or layers"),
     "more stages than layers": (("stages = 2", "stages = 60"), "at most .* stages for this model's layers, but got 60"),
     "a batch smaller than its parts": (("batch = 16", "batch = 3"), "training.batch: expected at least 4 rows"),
     "nothing to hold out": (
@@ -223,6 +229,16 @@ def test_bad_input_gets_one_message(small, monkeypatch, capsys, case, command):
     assert told.err.startswith("penstock: ")
     assert told.err.count("penstock: ") == 1
     assert re.search(said, told.err), told.err
+
+
+def test_more_stages_than_layers_are_refused_before_workers_start(small):
+    """A hundred workers on two cores were started for it, which took minutes."""
+    small.write_text(SMALL.replace("stages = 2", f"stages = {50 * (os.cpu_count() or 1)}"))
+    done = forked("train", small, ranks=0)
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"penstock: expected at most \d+ stages for this model's layers, but got \d+: .*\n", done.stderr
+    )
 
 
 def test_a_refusal_as_a_process_has_no_traceback(small):
@@ -343,6 +359,16 @@ def test_the_same_config_again_goes_on_or_is_refused_before_torch_is_loaded(smal
     told = json.loads(forked("train", small, "--resume", "auto", "--steps", 7, "--json", **WORKERS).stdout)
     assert (told["steps"], told["samples"]) == (7, 112)
     assert told["losses"] == whole[6:]
+
+
+def test_a_path_with_nothing_there_is_refused_before_torch_is_loaded(small, tmp_path):
+    """It took until after torch, the workers and the model."""
+    code, said = without_torch("train", small, "--resume", tmp_path / "no")
+    assert code == 2
+    assert said.startswith(f"penstock: {tmp_path / 'no' / 'penstock.json'}: expected a checkpoint, but got nothing the")
+    code, said = without_torch("import", small, tmp_path / "no.safetensors", tmp_path / "new")
+    assert code == 2
+    assert said.startswith(f"penstock: {tmp_path / 'no.safetensors'}: expected a safetensors file, or a transformers d")
 
 
 @pytest.mark.parametrize("line", ["keep = 2", 'resume = "auto"'])

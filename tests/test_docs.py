@@ -1,17 +1,27 @@
-"""What README and docs say is run: Python blocks, commands, sample files, and the files they point at."""
+"""What README and docs say is run: Python blocks, commands, sample files, and the files they point at.
+
+README's other lines for several processes are run in `tests/distributed/test_torchrun.py`, its figures of the simulator
+compared in `tests/test_benchmarks_simulator.py`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import commands
 from penstock import check, from_csv
-from ranks import launched
+from ranks import Run, launched
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,6 +76,70 @@ def test_scripts_that_train_one_pipeline_run_on_workers_too(code, tmp_path):
 def test_commands_run(command, tmp_path):
     (tmp_path / "mine.csv").write_text(SAMPLE)
     done = commands.forked(*shlex.split(command)[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def readme_commands():
+    """Every line of README's blocks that is a command, without its comment."""
+    lines = [line for block in blocks("") if "README" in block.id for line in block.values[0].splitlines()]
+    commands_of_lines = [line.partition("  #")[0].strip() for line in lines]
+    return [line for line in commands_of_lines if re.match(r"(\.venv/bin/)?(make|penstock|python|torchrun) ", line)]
+
+
+def test_every_command_of_the_readme_is_run_by_a_test():
+    """As `test_commands_run` does, or the tests of make and of the plan below; `make test` is what runs this."""
+    own = [line.removeprefix(".venv/bin/") for line in readme_commands() if line.startswith(".venv/bin/")]
+    assert own
+    assert set(own) <= set(named_commands())
+    others = [line for line in readme_commands() if not line.startswith(".venv/bin/")]
+    assert [" ".join(line.split()[:2]) for line in others] == [
+        "make train",
+        "make test",
+        "penstock estimate",
+        "penstock plan",
+        "penstock train",
+    ]
+
+
+@pytest.mark.slow
+def test_make_train_shows_what_was_learned(tmp_path):
+    """README's first command on an installation that is there; the training shortened from 280 steps."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    example = (ROOT / "examples" / "gpt.toml").read_text()
+    assert example.count("280") == 2
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "gpt.toml").write_text(example.replace("280", "20"))
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    (tmp_path / ".venv" / ".minimal").touch()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    run = Run(["make", "-C", str(tmp_path), "--no-print-directory", "train"], environment, tmp_path / "said")
+    try:
+        assert run.wait(500) == 0, run.said
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.process.pid, signal.SIGKILL)
+        run.end()
+    out = run.out.read_text()
+    assert out.splitlines()[0] == ".venv/bin/penstock train examples/gpt.toml --report gpt.html"
+    said = out.split("\nloss ")[-1]
+    told = r"^validation loss (\S+) on held-out text, whose unigram entropy is (\S+)$"
+    loss, entropy = re.search(told, said, re.MULTILINE).groups()
+    assert float(loss) < float(entropy) - 0.4
+    _, _, sample = said.partition("\na sample of what the model writes:\n")
+    assert len(sample.rpartition("\nwrote gpt.html")[0]) == 300
+    page = (tmp_path / "gpt.html").read_text()
+    assert f"validation loss {loss} on held-out text, whose unigram entropy is {entropy}" in page
+
+
+def targets():
+    return sorted({name for page in PAGES for name in re.findall(r"(?:`|^)make (\w+)", page.read_text(), re.M)})
+
+
+@pytest.mark.parametrize("target", targets())
+def test_targets_of_make_are_there(target):
+    done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

@@ -18,7 +18,7 @@ from penstock.app.compare_memory import KINDS, micro_batch_bytes, stage_bytes
 from penstock.app.compare_methods import NAMED, chosen
 from penstock.app.compare_setup import Setup
 from penstock.app.compare_times import finished, pace, simulated, steady, utilisation
-from penstock.app.comparison import HEADS, ActionRow, Comparison
+from penstock.app.comparison import HEADS, Comparison, Row
 from penstock.app.config_file import read_config
 from penstock.app.progress import progress_of_many
 from penstock.app.start import Request
@@ -364,7 +364,7 @@ def test_progress_is_one_bar_on_a_terminal_and_a_line_a_method_elsewhere():
 
 
 def test_a_loss_out_of_all_bounds_stays_short():
-    row = ActionRow(NAMED["1f1b"], [1e20, 1e20], [1.0, 2.0], 1.0, None, dict.fromkeys(KINDS, 0.0))
+    row = Row(NAMED["1f1b"], [1e20, 1e20], [1.0, 2.0], 1.0, None, dict.fromkeys(KINDS, 0.0))
     cells = Comparison([row], "measured", "times measured", 2, 1, 8, 2).cells(row)
     assert cells == ["1f1b", "8", "-", "0", "0", "0", "0", "0", "0", "1e+20", "2 s"]
 

@@ -133,6 +133,15 @@ def test_one_fault_is_one_message(tmp_path, pipeline, plan, said):
     assert "of them" not in found
 
 
+def test_one_fault_is_one_message_where_the_command_line_names_the_plan(tmp_path):
+    """`--plan` takes the config's own schedule away, which was missed too."""
+    file = written(tmp_path, 'stages = 2\nschedule = "gpipe"', {})
+    changes = {"pipeline.stages": None, "pipeline.schedule": None, "pipeline.plan": str(tmp_path / "plan.json")}
+    with pytest.raises(FormatError, match="expected the key 'stages' in a plan, but got none") as caught:
+        read_config(file, changes)
+    assert "of them" not in str(caught.value)
+
+
 def test_a_plan_of_another_model_is_found_when_the_model_is_there(tmp_path):
     plan = Plan((StagePlan(0, 2), StagePlan(3, 6)), (0, 1), (((0,),), ((1,),)), "1f1b", 2)
     task = Request(written(tmp_path, 'plan = "PLAN"', plan.to_json())).task()

@@ -74,6 +74,16 @@ def test_a_loss_that_wants_a_target_and_gets_none(loss, schedule):
         assert caught.value.__cause__ is not None  # the user's own line
 
 
+@pytest.mark.parametrize("loss", [lambda out: out.sum(), lambda out, target, weight: out.sum(), lambda: 0.0])
+def test_a_loss_of_other_arguments(loss):
+    """It was a TypeError that counts arguments, and does not say which ones there are."""
+    pipe = Pipeline(layers(), example=X[:1], stages=2, loss=loss, verify=False)
+    words = r"two arguments, result and target, but got .*positional argument.*; write loss\(result, target\)"
+    for run in (lambda: pipe.step(X), lambda: pipe.evaluate([(X, X)])):
+        with pytest.raises(InputError, match=words):
+            run()
+
+
 def test_an_error_of_the_loss_that_has_nothing_to_do_with_the_target_is_its_own():
     def loss(out, target):
         raise ZeroDivisionError("no such luck")

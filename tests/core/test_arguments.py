@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from penstock.schedules.options import MethodOptions, TrainingOptions
 from penstock.schedules.registry import METHODS
 
 torch.set_num_threads(1)
+
+
+PROFILE = penstock.Profile((penstock.Layer("a", 1.0, 1.0, 1.0),), samples=1)
 
 
 def callables() -> list[str]:
@@ -89,6 +93,65 @@ def test_methods_of_a_pipeline():
     ):
         with pytest.raises(ArgumentError, match=words):
             call()
+
+
+ITS_OWN = {"again", "jobs", "mini_batch"}  # that no user calls
+METHODS_OF_A_PIPELINE = [
+    name
+    for name, method in inspect.getmembers(Pipeline, inspect.isfunction)
+    if not name.startswith("_") and name not in ITS_OWN and len(inspect.signature(method).parameters) > 1
+]
+
+
+@pytest.mark.parametrize("name", METHODS_OF_A_PIPELINE)
+def test_every_method_of_a_pipeline_without_its_arguments(name):
+    """Those that came later, export and import_weights, were forgotten once."""
+    pipe = Pipeline(sequence(), example=torch.ones(1, 2), stages=2)
+    with pytest.raises(ArgumentError, match=rf"for Pipeline\.{name}, but got none; give "):
+        getattr(pipe, name)()
+
+
+def test_each_of_several_wrong_arguments_has_its_nearest():
+    words = "but got 'optimizr', 'los'; did you mean optimizer and loss"
+    with pytest.raises(ArgumentError, match=words):
+        Pipeline(sequence(), example=torch.ones(1, 2), stages=2, optimizr=None, los=None)
+
+
+PIPE = Pipeline(sequence(), example=torch.ones(1, 2), stages=2)
+ONE_F = penstock.schedule("1f1b", stages=2, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: penstock.simulate("1f1b", forward=1), "expected a Schedule, but got '1f1b'; make one: "),
+        (lambda: penstock.check("mine.csv"), r"a Schedule, but got 'mine.csv'; .*penstock.from_csv\(text\)"),
+        (lambda: penstock.check(None), "a Schedule, but got NoneType"),
+        (lambda: penstock.lower(3), "a Schedule, but got 3"),
+        (lambda: penstock.to_csv([ONE_F]), "a Schedule, but got list"),
+        (lambda: penstock.to_torch_csv("x"), "a Schedule, but got 'x'"),
+        (lambda: penstock.breakdown("x", None), "a Schedule, but got 'x'"),
+        (lambda: penstock.breakdown(ONE_F, None), "Costs, but got NoneType; "),
+        (lambda: penstock.simulate(penstock.loop("2bw", stages=2, microbatches=2)), r"got Loop; give loop.unroll\("),
+        (lambda: penstock.from_csv("mine.csv"), "the text of a schedule, but got 'mine.csv'; read a file first"),
+        (lambda: penstock.from_csv(Path("mine.csv")), "the text of a schedule, but got PosixPath mine.csv"),
+        (lambda: penstock.from_csv(None), "the text of a schedule, but got NoneType"),
+        (lambda: penstock.from_torch_csv(3), "the text of a schedule, but got int 3"),
+        (lambda: penstock.plan("profile.json", "pc"), r"a Profile, but got 'profile.json'; .*penstock.read_profile\("),
+        (lambda: penstock.plan(PROFILE, "pc"), r"a Cluster, but got 'pc'; .*penstock.read_cluster\("),
+        (lambda: penstock.read_cluster(3), "the path of a file, but got 3"),
+        (lambda: penstock.read_profile(None), "the path of a file, but got None"),
+        (lambda: PIPE.save(None), "the path of a file, but got None"),
+        (lambda: PIPE.load(3), "the path of a file, but got 3"),
+        (lambda: PIPE.export(None), "the path of a file, but got None"),
+        (lambda: PIPE.import_weights(b"x"), "the path of a file, but got b'x'"),
+        (lambda: penstock.schedule(ONE_F, stages=2), "the name of a method, but got a Schedule"),
+    ],
+)
+def test_something_else_in_the_place_of_a_noun(call, words):
+    """A name or a path, mostly: they once ended in an AttributeError from deep inside."""
+    with pytest.raises(InputError, match=words):
+        call()
 
 
 def test_a_type_error_of_the_function_itself_is_its_own():

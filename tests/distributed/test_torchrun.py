@@ -45,12 +45,35 @@ def documented(mark: str) -> str:
     return line
 
 
+def readme_script() -> str:
+    (script,) = re.findall(r"^```python\n(import torch\n.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    return script
+
+
+@pytest.mark.slow
+def test_the_readmes_script_on_four_ranks_of_torchrun(tmp_path):
+    """As it stands there, and with the words that README names."""
+    (tmp_path / "script.py").write_text(readme_script())
+    (line,) = re.findall(r"`(torchrun [^`]*)` on four", (ROOT / "README.md").read_text())
+    done = subprocess.run(
+        [*TORCHRUN, *shlex.split(line)[1:], "script.py"],
+        env=env(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [line for line in done.stdout.splitlines() if line.startswith("2 ")]
+    assert len(losses) == 4
+    assert len(set(losses)) == 1, "the same loss on every rank"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not can_make_hosts(), reason="needs root, to make network namespaces")
 def test_the_lines_for_two_hosts_train_on_two_hosts(tmp_path):
     """The README's script, four ranks. The line named no rendezvous backend once, and each host waited for itself."""
-    (script,) = re.findall(r"^```python\n(import torch\n.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "script.py").write_text(readme_script())
     with two_hosts() as (a, b):
         lines = [documented(f"--node-rank {number}") for number in range(2)]
         lines = [line.replace("HOST", a.address).replace("PORT", "29400") for line in lines]

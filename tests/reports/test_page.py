@@ -3,71 +3,25 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from timelines import CASES, hostile, plain, predicted
 
+from browsers import SIZE, Page, chromium, needs_chromium
 from penstock.reports.boxes import busy
 from penstock.reports.describe import WORDS
 from penstock.reports.html import html
 from penstock.reports.panels import Timelines
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found on the path")
-
-SIZE = {"width": 1280, "height": 900}
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as opened:
         yield opened
-        opened.close()
-
-
-class Page:
-    """One page that is open, and what it complained about or asked for."""
-
-    def __init__(self, browser, file: Path, timelines: Timelines, **context) -> None:
-        file.write_text(html(timelines), encoding="utf-8")
-        self.context = browser.new_context(**{"viewport": SIZE} | context)
-        self.tab = self.context.new_page()
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.tab.on("console", lambda message: self.complaints.append(message.text))
-        self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.tab.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
-        self.tab.on("request", lambda request: self.requests.append(request.url))
-        self.tab.goto(file.as_uri())
-        self.file = file
-
-    def get(self, what: str):
-        return self.tab.evaluate(f"penstock.{what}")
-
-    def settle(self) -> None:
-        """Wait for the frame that has been asked for."""
-        self.tab.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-
-    def wheel(self, amount: int, key: str | None = None) -> None:
-        """Turn it where the pointer is, with a key held down or without."""
-        if key:
-            self.tab.keyboard.down(key)
-        self.tab.mouse.wheel(0, amount)
-        self.settle()
-        if key:
-            self.tab.keyboard.up(key)
-
-    def point(self, slot: int, moment: float, kind: str = "boxes", panel: int = 0) -> tuple[float, float]:
-        place = self.tab.evaluate("([p, s, t, k]) => penstock.place(p, s, t, k)", [panel, slot, moment, kind])
-        self.tab.mouse.move(place["x"], place["y"])
-        self.settle()
-        return place["x"], place["y"]
 
 
 @pytest.fixture
@@ -75,14 +29,14 @@ def open_page(browser, tmp_path) -> Iterator:
     opened: list[Page] = []
 
     def open_(timelines: Timelines, **context) -> Page:
-        opened.append(Page(browser, tmp_path / f"{len(opened)}.html", timelines, **context))
+        file = tmp_path / f"{len(opened)}.html"
+        file.write_text(html(timelines), encoding="utf-8")
+        opened.append(Page(browser, file, **context))
         return opened[-1]
 
     yield open_
     for page in opened:
-        page.context.close()
-        assert page.complaints == []
-        assert page.requests == [page.file.as_uri()]
+        page.close()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -40,6 +40,12 @@ def test_one_clear_message(options, message):
         schedule("auto", stages=3, microbatches=4, **options)
 
 
+def test_more_than_can_be_searched_is_refused_at_once():
+    """It was searched for hours."""
+    with pytest.raises(InputError, match=r"at most 1,000,000 forwards and backwards for auto.*got 80,000,"):
+        schedule("auto", stages=4, microbatches=10_000_000)
+
+
 def test_costs_of_another_shape_or_beside_numbers():
     costs = flat_costs(schedule("1f1b", stages=2, microbatches=4).shape)
     with pytest.raises(InputError, match="costs of 3 stages on 3 slots, but got costs of 2 stages"):

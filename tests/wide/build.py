@@ -199,7 +199,9 @@ def videos(model: nn.Module, config: Any) -> Case:
     name = "pixel_values_videos" if taken(model, "pixel_values_videos") else "pixel_values"
     for rows in (ROWS, ROWS + 2, ROWS):
         size = _picture(config)
-        batches.append(({name: torch.randn(rows, frames, *size, dtype=torch.float64)}, torch.randint(0, CLASSES, (rows,))))
+        batches.append(
+            ({name: torch.randn(rows, frames, *size, dtype=torch.float64)}, torch.randint(0, CLASSES, (rows,)))
+        )
     return Case(model, batches, class_loss, _rows)
 
 

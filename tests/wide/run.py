@@ -54,7 +54,9 @@ def main() -> int:
     inline, ranks = kept("inline"), kept("ranks")
     if asked.table:
         TABLE.write_text(table(names(), inline, ranks))
-    return int(any(one["outcome"] == "wrong" for some in (inline, ranks) for of in some.values() for one in of.values()))
+    return int(
+        any(one["outcome"] == "wrong" for some in (inline, ranks) for of in some.values() for one in of.values())
+    )
 
 
 def lacking(results: Results, name: str, schedules: list[str]) -> bool:
@@ -100,7 +102,7 @@ def launch(way: str, entries: list[str], schedules: list[str], folder: Path) -> 
                 said = f"not done after {PATIENCE:.0f} s" if late else f"ended with {ended}: {run.said[-1500:]}"
                 print(f"{way} {entries[at]}: {said}", flush=True)
                 failed = {"entry": entries[at], "outcome": "failed", "said": said}
-                done[entries[at]] = {name: failed for name in schedules} | done.get(entries[at], {})
+                done[entries[at]] = dict.fromkeys(schedules, failed) | done.get(entries[at], {})
                 break
             time.sleep(0.1)
     finally:

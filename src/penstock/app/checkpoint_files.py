@@ -33,11 +33,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.app.checkpoint_facts import bare, require_facts, require_record, whole
 from penstock.app.crew import raw
+from penstock.app.kept_steps import FACTS, require_checkpoint
 from penstock.app.plain_values import dtype_of
 from penstock.app.unfinished import sync
 from penstock.errors import FormatError
 
-FACTS = "penstock.json"
 INDEX = ".metadata"
 VERSION = 1
 # what values that nobody has written make Python, numpy and torch raise
@@ -135,9 +135,7 @@ def write_facts(directory: Path, facts: dict[str, Any], records: Records) -> Non
 def read_facts(directory: Path) -> tuple[dict[str, Any], Records]:
     """Everything but the tensors; files that are missing or too short are found here."""
     path = directory / FACTS
-    if not path.is_file():
-        what = "a directory without it" if directory.is_dir() else "nothing there"
-        raise FormatError(str(path), "a checkpoint", what, "give the path that pipe.save() was given")
+    require_checkpoint(directory)
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         facts = told["facts"]

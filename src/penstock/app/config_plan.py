@@ -9,7 +9,8 @@ from penstock.app.config_faults import Fault, shown
 from penstock.errors import InputError
 
 Raw = dict[str, Any]
-ANY: Raw = {"stages": 1, "microbatches": 1, "options": {}}  # so that nobody misses what a plan at fault does not say
+# So that nobody misses what a plan at fault does not say.
+ANY: Raw = {"stages": 1, "microbatches": 1, "schedule": "1f1b", "options": {}}
 
 
 def with_plan(raw: Raw) -> tuple[Raw, list[Fault]]:

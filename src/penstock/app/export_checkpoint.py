@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from penstock.app.checkpoint_files import FACTS, Records, read_facts, read_tensors
+from penstock.app.checkpoint_files import Records, read_facts, read_tensors
 from penstock.app.crew import Crew
 from penstock.app.export import beside_weights, write_beside
+from penstock.app.kept_steps import FACTS
 from penstock.app.safetensors_file import FILE, Form, Layout
 from penstock.app.unfinished import write_new
 from penstock.engine.alone import Alone

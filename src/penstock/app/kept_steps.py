@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InputError
+from penstock.errors import FormatError, InputError
 
 AUTO = "auto"  # in place of a path to resume from
 NAME = "step-{}"
@@ -45,6 +45,8 @@ def refuse_early(training: dict[str, Any]) -> None:
     what is wrong with it otherwise is said by whoever reads the whole config."""
     folder, steps, every = training.get("checkpoint"), training.get("steps"), training.get("checkpoint_every")
     resume = training.get("resume")
+    if isinstance(resume, str) and resume != AUTO:
+        require_checkpoint(resume)
     if not isinstance(folder, str) or not isinstance(steps, int) or not isinstance(every, int | None) or every == 0:
         return
     if not isinstance(resume, str | None):
@@ -59,6 +61,14 @@ def refuse_early(training: dict[str, Any]) -> None:
     for step in steps_in(folder):
         if begun < step <= steps and is_due(step, steps, every):
             raise InputError("a path where nothing is yet", f"{Path(folder) / NAME.format(step)}, which exists", GO_ON)
+
+
+def require_checkpoint(path: str | Path) -> None:
+    """Refuse a path with nothing there, or with something else."""
+    file = Path(path).absolute() / FACTS
+    if not file.is_file():
+        came = "a directory without it" if file.parent.is_dir() else "nothing there"
+        raise FormatError(str(file), "a checkpoint", came, "give the path that pipe.save() was given")
 
 
 def require_steps_left(begun: int, steps: int, path: str | None) -> None:

@@ -128,6 +128,9 @@ def called(loss: Callable[[Any, Any], Any], result: Any, target: Any) -> Any:
     try:
         return loss(result, target)
     except Exception as error:
+        if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            do = "write loss(result, target): without a target in the batch, None comes in its place"
+            raise InputError("a loss that takes two arguments, result and target", error, do) from None
         if target is not None or "NoneType" not in str(error):
             raise
         raise InputError(

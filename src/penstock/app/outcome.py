@@ -47,7 +47,8 @@ class Outcome:
     timeline: Timeline | None = None  # of the last step; of the last run where steps follow without a flush
     predicted: Timeline | None = None  # of the same step, from those before it
     plain: tuple[PlainRun, ...] = ()
-    unsaved: tuple[str, ...] = ()  # checkpoints that could not be written
+    checkpoint: str | None = None  # the last that was written
+    unsaved: tuple[str, ...] = ()  # those that could not be
     begun: int = 0  # steps of earlier runs, which this one went on from
     batch: int = 0  # samples of a step
     validation: Validation | None = None
@@ -67,11 +68,13 @@ class Outcome:
         return median(self.seconds[2:] or self.seconds)
 
     def lines(self) -> list[str]:
-        """Losses, and the sample: below the table, and on the page."""
+        """Losses, the last checkpoint and the sample: below the table, and on the page."""
         lines = []
         if self.losses:
             ends = f"loss {self.losses[0]:.4f} at first, {self.losses[-1]:.4f} at last"
             lines.append(f"{ends}, {self.counted}")
+        if self.checkpoint is not None:
+            lines.append(f"last checkpoint {printable(self.checkpoint)}")
         if self.validation is not None:
             lines.append(str(self.validation))
         if self.sample is not None:
@@ -88,6 +91,7 @@ class Outcome:
             "traffic": self.traffic,
             "timeline": None if self.timeline is None else self.timeline.figures(),
             "plain": [vars(run) for run in self.plain],
+            "checkpoint": self.checkpoint,
             "unsaved": list(self.unsaved),
             "validation": None if self.validation is None else vars(self.validation),
             "sample": self.sample,

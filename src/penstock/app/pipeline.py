@@ -281,6 +281,7 @@ class Pipeline:
         self.settle()
         checkpoint.load(self, path)
 
+    @named
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the weights to a new safetensors file, or a transformers model to a new directory; by every rank."""
         from penstock.app import export  # not at the top, as few need it
@@ -288,6 +289,7 @@ class Pipeline:
         self.settle()
         export.export(self, path)
 
+    @named
     def import_weights(self, path: str | os.PathLike[str]) -> None:
         """Take the weights from a safetensors file or a transformers directory; every rank has to call.
 

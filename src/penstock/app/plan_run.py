@@ -16,7 +16,7 @@ from penstock.core.cluster_file import read_cluster
 from penstock.core.json_file import read_json
 from penstock.core.profile import MOST_ROWS, Profile
 from penstock.core.text_profile import read_text_profile
-from penstock.core.validation import whole
+from penstock.core.validation import require_noun, require_path, whole
 from penstock.errors import InputError
 from penstock.planners.prediction import Prediction
 from penstock.planners.registry import OPTIONS, PLANNERS, find_plan
@@ -29,6 +29,7 @@ NO_TIME = 1e-12  # seconds: less in all is nothing measured, and rows a second w
 @named
 def read_profile(path: str | Path, samples: int | None = None) -> Profile:
     """A profile from our JSON or from the literature's text, which does not say how many rows were measured."""
+    require_path(path)
     if Path(path).suffix != ".json":
         return read_text_profile(path, 1 if samples is None else whole("samples", samples))
     if samples is not None:
@@ -53,6 +54,8 @@ def plan(
     """
     _require_options(options)
     refuse_unknown("plan", options, [*parameters_of(plan), *OPTIONS])
+    require_noun(profile, Profile, "measure one with penstock.profile(), or read one: penstock.read_profile(path)")
+    require_noun(cluster, Cluster, "read one: penstock.read_cluster(name or path)")
     sized = profile if microbatch is None else scaled(profile, whole("microbatch", microbatch, most=MOST_ROWS))
     spent = sum(layer.seconds for layer in sized.layers)
     if spent < NO_TIME:

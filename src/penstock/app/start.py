@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.app.config import GivenModel, GPTModel
 from penstock.app.config_file import read_config
 from penstock.app.named import look_in
 from penstock.app.task import Task
+from penstock.core.memory_limit import memory_limit
+from penstock.core.validation import shown
 from penstock.engine.meeting import number
-from penstock.errors import InputError, PenstockError
+from penstock.errors import FormatError, InputError, PenstockError
+
+MANY = 4  # workers a core: before more are started, this process finds out whether the model has as many stages
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,9 @@ def heard() -> Request:
 
 def start(module: str, work: Callable[[Request], int], request: Request, inline: bool) -> int:
     """Run a command's work and return its exit code. `module` is what a worker runs to do its share of it."""
-    stages = request.task().config.pipeline.stages  # a config with faults is refused here, once
+    task = request.task()  # a config with faults is refused here, once
+    stages = task.config.pipeline.stages
+    _require_memory(task.config.model)
     if launched():
         if inline:
             came = f"{os.environ['WORLD_SIZE']} that were launched together"
@@ -55,10 +62,23 @@ def start(module: str, work: Callable[[Request], int], request: Request, inline:
         return work(request)
     if inline or stages == 1:
         return work(request)
+    if stages > MANY * (os.cpu_count() or 1):
+        task.pipeline(verify=False)  # refuses more stages than the model has layers
     from penstock.app.launch import launch
     from penstock.app.worker import command
 
     return launch(command(module, request.words()), stages)
+
+
+def _require_memory(model: GPTModel | GivenModel) -> None:
+    """Refuse sizes that this machine cannot hold, before a model of them is made."""
+    if not isinstance(model, GPTModel):
+        return
+    weights = 4 * model.width * (12 * model.width * model.layers + model.length)
+    if weights > memory_limit():
+        expected = f"sizes whose weights the {memory_limit() / 2**30:.3g} GiB of memory here hold"
+        came = f"about {shown(weights // 2**30)} GiB of them"
+        raise FormatError("model", expected, came, "lower width or layers")
 
 
 def launched() -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.app.crew import Crew
+from penstock.core.validation import require_path
 from penstock.engine.world import World
 from penstock.errors import FormatError, InputError
 
@@ -20,6 +21,7 @@ PATIENCE = 1800.0  # seconds that ranks wait for one whose disk is slow; a dead 
 
 def same_path(crew: Crew, path: str | os.PathLike[str]) -> Path:
     """The path as rank 0 sees it; ranks may run in different directories."""
+    require_path(path)
     told = crew.world.gather(json.dumps([os.fspath(path), str(Path(path).absolute())]).encode())
     every = [json.loads(part) for part in told]
     for rank, (theirs, _) in enumerate(every):

@@ -86,6 +86,7 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
         torch.get_num_threads(),
         last_run(pipe) if seen is None else seen.timeline(),
         None if seen is None or len(losses) < PREDICT_FROM else seen.predicted(),
+        checkpoint=kept.last,
         unsaved=tuple(kept.failed),
         begun=begun,
         batch=settings.batch,

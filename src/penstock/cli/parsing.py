@@ -101,3 +101,9 @@ def read_timeline(file: Path) -> Timeline:
     from penstock.core.timeline import Timeline
 
     return read_json(file, "timeline", Timeline.from_json, "write it with Timeline.to_json")
+
+
+def require_there(path: Path, what: str) -> None:
+    """Refuse a path with nothing there, before anything long begins."""
+    if not path.exists():
+        raise FormatError(str(path), what, "nothing there", "check the path")

@@ -9,6 +9,7 @@ import typer
 
 from penstock.cli.app import app
 from penstock.cli.flags import ConfigFile, Inline
+from penstock.cli.parsing import require_there
 
 
 @app.command("export")
@@ -45,7 +46,8 @@ def import_weights(
 
     Example: `penstock import examples/gpt.toml gpt.safetensors checkpoints/imported`
     """
-    from penstock.app.import_run import import_run
+    require_there(weights, "a safetensors file, or a transformers directory")
+    from penstock.app.import_run import import_run  # with torch
     from penstock.app.start import Request, start
 
     request = Request(str(config), {}, {"weights": str(weights), "checkpoint": str(checkpoint)})

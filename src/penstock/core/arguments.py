@@ -60,10 +60,10 @@ def refuse_unknown(name: str, arguments: Iterable[str], allowed: Iterable[str]) 
     unknown = [argument for argument in arguments if argument not in names]
     if not unknown:
         return
-    near = get_close_matches(unknown[0], names, n=1)
+    near = [match for argument in unknown for match in get_close_matches(argument, names, n=1)]
     short = len(names) <= MOST_LISTED
     advice = f"it takes {', '.join(names)}" if short else f"leave it out (help(penstock.{name}) lists its arguments)"
-    advice = f"did you mean {near[0]}?" if near else advice
+    advice = f"did you mean {' and '.join(dict.fromkeys(near))}?" if near else advice
     raise ArgumentError(f"arguments that {name} takes", ", ".join(map(repr, unknown)), advice)
 
 

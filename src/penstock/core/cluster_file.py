@@ -35,7 +35,7 @@ from penstock.core.arguments import named
 from penstock.core.cluster import Cluster, Device, Level, require_device_count
 from penstock.core.cluster_presets import KINDS, PRESETS
 from penstock.core.toml_file import read_toml
-from penstock.core.validation import whole
+from penstock.core.validation import require_path, whole
 from penstock.errors import FormatError, InputError
 
 NUMBERS = ("memory", "speed", "host_bandwidth", "bandwidth", "latency", "reduce_bandwidth", "reduce_latency")
@@ -55,6 +55,7 @@ KEYS = {
 @named
 def read_cluster(source: str | Path, hosts: int | None = None) -> Cluster:
     """Return the cluster of a TOML file or of a preset; `hosts` overrides its number of hosts."""
+    require_path(source)
     path = Path(source)
     if str(source) in PRESETS and not path.exists():
         return from_table({"preset": str(source)}, str(source), hosts)

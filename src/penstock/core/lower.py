@@ -16,7 +16,7 @@ import numpy as np
 from penstock.core.action import Op
 from penstock.core.arguments import named
 from penstock.core.jit import helper, kernel
-from penstock.core.schedule import BoolArray, LongArray, OpArray, Schedule, ScheduleRows
+from penstock.core.schedule import BoolArray, LongArray, OpArray, Schedule, ScheduleRows, require_schedule
 from penstock.core.shape import IntArray, Law
 from penstock.errors import InputError
 
@@ -29,6 +29,7 @@ REDUCE, UPDATE = int(Op.REDUCE), int(Op.UPDATE)
 @named
 def lower(schedule: Schedule) -> Schedule:
     """Return the same schedule with its transfers, reductions and updates; a lowered one is returned as it is."""
+    require_schedule(schedule)
     if schedule.lowered:
         return schedule
     _require_compute(schedule)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from penstock.core.action import COMPUTE, Action, Op
 from penstock.core.arguments import named_fields
 from penstock.core.shape import IntArray, Shape
-from penstock.core.validation import from_json_of, truth
+from penstock.core.validation import from_json_of, require_noun, truth
 from penstock.errors import InputError
 
 OpArray = npt.NDArray[np.uint8]
@@ -165,3 +165,9 @@ class Schedule:
     def from_json(cls, data: dict[str, Any]) -> Schedule:
         slots = [[Action.parse(word) for word in words] for words in data["slots"]]
         return cls.of_slots(Shape.from_json(data["schedule"]), slots, truth("lowered", data["lowered"]))
+
+
+def require_schedule(value: object) -> None:
+    """Refuse what is no schedule: its name, the path of its file, or a loop."""
+    do = "make one: penstock.schedule(name, stages=..., microbatches=...), or penstock.from_csv(text)"
+    require_noun(value, Schedule, "give loop.unroll(batches)" if hasattr(value, "unroll") else do)

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from penstock.core.action import COMPUTE, Action
 from penstock.core.arguments import named
-from penstock.core.schedule import Schedule
+from penstock.core.schedule import Schedule, require_schedule
 from penstock.core.shape import Law, Shape, Sharing
 from penstock.errors import FormatError, InputError
 
@@ -30,6 +30,7 @@ _KEYS = ("name", "law", "placement", "microbatches", "batches", "replicas", "sha
 @named
 def to_csv(schedule: Schedule) -> str:
     """Return the text of a schedule, with a head that omits default values."""
+    require_schedule(schedule)
     shape = schedule.shape
     default = Shape(shape.name, shape.law, tuple(range(shape.stages)), shape.microbatches)
     head = {"name": shape.name, "law": shape.law.value}
@@ -63,6 +64,7 @@ class _Sheet:
 @named
 def from_csv(text: str, where: str = "schedule") -> Schedule:
     """Return the schedule of a text, the inverse of `to_csv`. `where` names the source in error messages."""
+    require_text(text, where)
     sheet = _read(text, where)
     if not any(sheet.slots):
         raise FormatError(where, "at least one line of actions", "none", "write one line a rank, like 0F0,0B0")
@@ -77,6 +79,14 @@ def from_csv(text: str, where: str = "schedule") -> Schedule:
             "add or drop lines, or correct the head",
         )
     return Schedule.of_slots(shape, sheet.slots, lowered)
+
+
+def require_text(text: object, where: str) -> None:
+    """Refuse what is no text, and the path of a file in place of what is in it."""
+    path = isinstance(text, str) and text.endswith(".csv") and "\n" not in text
+    if not isinstance(text, str) or path:
+        came = repr(text) if path else f"{type(text).__name__} {text!s:.50}"
+        raise FormatError(where, "the text of a schedule", came, "read a file first: Path(file).read_text()")
 
 
 def _read(text: str, where: str) -> _Sheet:

@@ -11,9 +11,9 @@ import re
 
 from penstock.core.action import Action, Op
 from penstock.core.arguments import named
-from penstock.core.schedule import Schedule
+from penstock.core.schedule import Schedule, require_schedule
 from penstock.core.shape import Law
-from penstock.core.text import from_csv
+from penstock.core.text import from_csv, require_text
 from penstock.errors import InputError
 
 _PAIR = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
@@ -23,6 +23,7 @@ _ADDED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRA
 @named
 def to_torch_csv(schedule: Schedule) -> str:
     """Return a schedule's compute actions in PyTorch's format."""
+    require_schedule(schedule)
     shape = schedule.shape
     if shape.law is not Law.SYNC or shape.batches > 1:
         raise InputError(
@@ -51,6 +52,7 @@ def is_torch_csv(text: str) -> bool:
 @named
 def from_torch_csv(text: str, where: str = "schedule") -> Schedule:
     """Return the schedule of PyTorch's CSV, without the transfers and sharding that its runtime added."""
+    require_text(text, where)
     lines = []
     for line in text.splitlines():
         cells = (_PAIR.sub(r"\1&\2", cell.strip()) for cell in line.split(","))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import inf, log10
+from os import PathLike
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
@@ -62,6 +63,18 @@ def text(what: str, value: object, do: str) -> None:
     """Raise InputError unless `value` is a text."""
     if not isinstance(value, str):
         raise InputError(f"{what} to be a text", repr(value), do)
+
+
+def require_noun(value: object, kind: type, do: str) -> None:
+    """Refuse what is no object of a class, such as its name, or the path of its file."""
+    if not isinstance(value, kind):
+        came = shown(value) if isinstance(value, (str, int)) else type(value).__name__
+        raise InputError(f"a {kind.__name__}", came, do)
+
+
+def require_path(value: object) -> None:
+    if not isinstance(value, (str, PathLike)):
+        raise InputError("the path of a file", shown(value), "give one")
 
 
 def shown(value: object) -> str:

@@ -1,6 +1,6 @@
 """Models too big to be built whole: made without their weights, and given those of one stage at a time.
 
-    with penstock.weightless():
+    with weightless():
         model = Model(config)               # parameters take no memory; buffers are real
 
 A model like that can be traced and split; a rank then materialises the stages it runs, from a state dict, a file or the

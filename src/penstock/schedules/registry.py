@@ -185,7 +185,8 @@ def find(name: str) -> Method:
         return METHODS[name]
     near = get_close_matches(str(name), METHODS, n=2)
     advice = f"try {' or '.join(near)}; all are" if near else "choose one of"
-    raise InputError("the name of a method", repr(name), f"{advice} {', '.join(METHODS)}")
+    came = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
+    raise InputError("the name of a method", came, f"{advice} {', '.join(METHODS)}")
 
 
 def _chunks(method: Method, asked: int | None) -> int:

@@ -17,8 +17,9 @@ from penstock.core.arguments import named, named_fields
 from penstock.core.check import prove
 from penstock.core.cost import Costs, shares
 from penstock.core.links import FloatArray, Links
-from penstock.core.schedule import BoolArray, Schedule
+from penstock.core.schedule import BoolArray, Schedule, require_schedule
 from penstock.core.shape import Shape
+from penstock.core.validation import require_noun
 from penstock.simulator.simulate import clock
 
 
@@ -52,6 +53,8 @@ class Breakdown:
 @named
 def breakdown(schedule: Schedule, costs: Costs) -> Breakdown:
     """Telescoping simulations of one schedule."""
+    require_schedule(schedule)
+    require_noun(costs, Costs, "a timeline of simulate() has them: timeline.costs")
     proven = prove(schedule)
     shape, nothing = schedule.shape, np.zeros(schedule.shape.stages)
     never = np.zeros(shape.stages, dtype=bool)

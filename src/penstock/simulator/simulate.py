@@ -11,7 +11,7 @@ from penstock.core.cost import Costs, FlatCosts, flat_costs, plan_costs
 from penstock.core.links import FloatArray
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
-from penstock.core.schedule import Schedule
+from penstock.core.schedule import Schedule, require_schedule
 from penstock.core.timeline import Timeline
 from penstock.errors import InputError
 from penstock.simulator.run import run
@@ -32,6 +32,7 @@ def simulate(
     number or one a stage.
     """
     refuse_unknown("simulate", numbers, [*FlatCosts.__annotations__, *parameters_of(simulate)])
+    require_schedule(schedule)
     given = (profile, plan, cluster)
     if profile is None and plan is None and cluster is None:
         return simulate_costs(schedule, flat_costs(schedule.shape, **numbers))

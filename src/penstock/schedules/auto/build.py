@@ -30,6 +30,7 @@ from penstock.schedules.auto.instance import Instance, Order, make_instance
 from penstock.schedules.auto.named import named_orders, one_at_a_time, schedule_of
 from penstock.schedules.auto.search import ROUNDING, default_effort, search
 
+MOST = 1_000_000  # forwards and backwards of a mini-batch: searched in minutes; more take hours
 NUMBERS = ("forward", "input_grad", "weight_grad", "transfer", "weight_grad_memory")
 OPTIONS = {
     "forward": "seconds of a forward: one number, or one a rank (each chunk takes an equal part)",
@@ -50,10 +51,18 @@ def auto(ask: Ask) -> Schedule:
 
     The placement is searched too where nothing fixes it: no chunks, placement, edges or ready costs.
     """
+    _require_few(ask)
     fixed = {"placement", "costs"} & set(ask.options)
     if not ask.any_chunks or fixed or ask.edges or ask.stages == 1:
         return schedule_of(*_found(ask, _placement(ask))[1:])
     return schedule_of(*_best(ask))
+
+
+def _require_few(ask: Ask) -> None:
+    actions = 2 * ask.stages * ask.chunks * ask.microbatches
+    if actions > MOST:
+        do = "ask for fewer micro-batches, or name another method, such as zb-v"
+        raise InputError(f"at most {MOST:,} forwards and backwards for auto to search", f"{actions:,}", do)
 
 
 def _best(ask: Ask) -> tuple[Shape, Order]:
