@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.app.agree import agreed_split
-from penstock.app.crew import Crew, muster, require_agreement, same_weights, structure_of
+from penstock.app.crew import Crew, muster, require_agreement, require_same_model, same_weights
 from penstock.app.equip import Chosen, Engine, Ground, build_engine, choose, describe, require_sound
 from penstock.app.feed import Feed
 from penstock.app.flush_updates import FlushUpdates
@@ -159,10 +159,10 @@ def _require_once(split: Split, settings: tuple[Settings, ...]) -> None:
 
 
 def _agree(crew: Crew, model: nn.Module, chosen: Chosen, wanted: Wanted) -> None:
+    require_same_model(crew, model)
     require_agreement(
         crew,
         {
-            "model": structure_of(model),
             "schedule": describe(chosen),
             "micro-batches": wanted.microbatches,
             "cuts": None if wanted.cuts is None else list(wanted.cuts),

@@ -113,11 +113,28 @@ def require_agreement(crew: Crew, settings: dict[str, Any]) -> None:
                 )
 
 
-def structure_of(model: nn.Module) -> str:
-    """A model's names, shapes and types, short enough to compare."""
+def require_same_model(crew: Crew, model: nn.Module) -> None:
+    """Refuse ranks whose models are not made alike: of other weights, or of other layers under the same names, as one
+    that makes its layers in the order of a set may be."""
     parts = [(name, tuple(t.shape), str(t.dtype)) for name, t in _by_name(model)]
     count = sum(parameter.numel() for parameter in model.parameters())
-    return f"{type(model).__name__} of {count} parameters ({zlib.crc32(repr(parts).encode()):08x})"
+    weights = f"{type(model).__name__} of {count} parameters ({zlib.crc32(repr(parts).encode()):08x})"
+    layers = {name: _layer(module) for name, module in model.named_modules()}
+    digest = f"{zlib.crc32(repr(sorted(layers.items())).encode()):08x}"
+    if len(set(crew.world.gather(digest.encode()))) > 1:
+        require_agreement(crew, {"model": weights})
+        every = [json.loads(part) for part in crew.world.gather(json.dumps(layers).encode())]
+        names = {name for theirs in every for name in theirs}
+        odd = next(name for name in sorted(names) if len({theirs.get(name) for theirs in every}) > 1)
+        require_agreement(crew, {f"layer {odd!r}": layers.get(odd, "none")})
+    require_agreement(crew, {"model": weights})
+
+
+def _layer(module: nn.Module) -> str:
+    """The class of a layer; and its settings, of one of torch's own, which are plain values."""
+    kind = type(module)
+    torchs = kind.__module__.startswith("torch.nn.")
+    return f"{kind.__name__}({module.extra_repr()})" if torchs else kind.__qualname__
 
 
 def _name(named: tuple[str, torch.Tensor]) -> str:

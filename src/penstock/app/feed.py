@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from penstock.engine.transport.lane import Message
 from penstock.engine.transport.packet import from_bytes, to_bytes
 from penstock.errors import InputError
 from penstock.model import tree
+from penstock.model.naming import leaf_places
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -61,11 +63,13 @@ class Feed:
         return self.crew.world.broadcast(None if more is None else bytes([more]), self.source) == b"\1"
 
     def stamp(self, inputs: Any, target: Any) -> int:
-        """A check number of a batch: ranks that work on different ones must find out."""
+        """A check number of a batch: ranks that work on different ones must find out. Dicts may be in another order."""
         if self.crew.alone or self.source is not None:
             return 0
         found = 0
-        for leaf in tree.leaves((inputs, target)):
+        batch = (inputs, target)
+        for place, leaf in sorted(zip(leaf_places(batch), tree.leaves(batch), strict=True), key=itemgetter(0)):
+            found = zlib.crc32(place.encode(), found)
             if isinstance(leaf, torch.Tensor):
                 found = zlib.crc32(repr((tuple(leaf.shape), str(leaf.dtype))).encode(), found)
                 # A device's tensor is not fetched for this, only its sum.

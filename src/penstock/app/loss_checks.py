@@ -23,6 +23,7 @@ from penstock.model import tree
 from penstock.model.batch import as_call, piece, rows_of, spans
 from penstock.model.labels import Labels, Memory
 from penstock.model.mean_loss import weight_of
+from penstock.model.naming import places
 from penstock.model.seeding import random_states_kept
 from penstock.model.stage import Job, Question
 from penstock.model.untouched import untouched
@@ -35,7 +36,9 @@ class LossChecks:
     """What is looked at in the batches of one pipeline."""
 
     def __init__(self, pipe: Pipeline) -> None:
-        self.pipe, self.counts = pipe, LabelCounts()
+        path, named = pipe.split.first, places((pipe.wanted.example, None))
+        layers = frozenset(place for value, place in enumerate(named) if value in path.layer_inputs)
+        self.pipe, self.counts = pipe, LabelCounts(layers)
 
     def first_batch(self, loss: LossFunction, inputs: Any, target: Any) -> None:
         """On the first step only, before its update: see first_loss."""
@@ -75,6 +78,8 @@ class LossChecks:
             if known is None and flowing and uneven.micro_batch(cut) is not None:
                 later.append(uneven)
                 continue
+            if known is None and flowing and uneven.row is not None:
+                continue  # any labels may be looked at so: not worth what is in flight
             if known is None:
                 self.pipe.settle()
                 known = self._goes_by(loss, inputs, target, rows, uneven)
@@ -94,7 +99,7 @@ class LossChecks:
             few = piece(inputs, *cut[number], rows), piece(target, *cut[number], rows)
             self.counts.learn(uneven.suspect, False)
             jobs[number].questions.append(
-                Question(_others(jobs[number], variants(few, uneven) or []), self._told(uneven))
+                Question(_others(jobs[number], variants(few, uneven) or []), uneven.row is None, self._told(uneven))
             )
 
     def _told(self, uneven: Uneven) -> Callable[[bool | None], None]:
@@ -112,7 +117,7 @@ class LossChecks:
         if changed is None:
             return None
         with self._aside():
-            found = self._results(*few, 1, 0, scored(loss), changed)
+            found = self._results(*few, 1, 0, scored(loss), changed, uneven.row is None)
         return self.pipe.crew.tell(None if found is None else found[0])  # type: ignore[no-any-return]
 
     @contextmanager
@@ -131,15 +136,16 @@ class LossChecks:
         step: int,
         finish: Finish = unchanged,
         changed: list[Any] | None = None,
+        sure: bool = True,
     ) -> list[Any] | None:
         """The model's results for so many micro-batches; None if they cannot be had. With `changed` batches, what the
-        last stage finds out about the loss by them."""
+        last stage finds out about the loss by them: see Question."""
         try:
             jobs = self.pipe.micro_batches.jobs(inputs, target, parts, finish, step)
         except Exception:  # a model that cannot be run so, without gradients: every rank finds the same
             return None
         if changed is not None:
-            jobs[0].questions.append(Question(_others(jobs[0], changed)))
+            jobs[0].questions.append(Question(_others(jobs[0], changed), sure))
         try:
             with random_states_kept(self.pipe.device):
                 return self.pipe.executor.forward(jobs)
@@ -150,7 +156,9 @@ class LossChecks:
 
 
 def _others(job: Job, changed: list[Any]) -> list[Job]:
-    """A micro-batch as it is, and with other labels; not cut from a batch, whose weight in all would be needed."""
+    """A micro-batch as it is, and with other labels; not cut from a batch, whose weight in all would be needed. Their
+    weights are in one unit."""
+    memory = Memory()
     return [
         replace(
             job,
@@ -158,7 +166,7 @@ def _others(job: Job, changed: list[Any]) -> list[Job]:
             args=as_call(inputs)[0],
             kwargs=as_call(inputs)[1],
             finish=job.finish.of(target),  # type: ignore[attr-defined]
-            labels=Labels((inputs, target), [(0, job.rows)], Memory(), weight_of, fixed=True),
+            labels=Labels((inputs, target), [(0, job.rows)], memory, weight_of, fixed=True),
             questions=[],
         )
         for inputs, target in changed
@@ -167,11 +175,16 @@ def _others(job: Job, changed: list[Any]) -> list[Job]:
 
 def _refuse(uneven: Uneven) -> None:
     counts = f"{', '.join(map(str, uneven.counts[:8]))}{' ...' if len(uneven.counts) > 8 else ''}"
+    by = f"{uneven.suspect}, {f'of which micro-batches have {counts}' if uneven.counts else 'which differ'}"
+    advice = (
+        "return (sum, weight) from the loss, or use torch's own cross_entropy with ignore_index; where it is computed "
+        "inside the model, leave the labels out and take it outside"
+    )
+    compares = "; one that compares rows by their labels sees those of one micro-batch alone: give microbatches=1"
     raise InputError(
         "a loss that is a mean over rows, or (sum, weight)",
-        f"one that weighs rows by {uneven.suspect}, of which micro-batches have {counts}",
-        "return (sum, weight) from the loss, or use torch's own cross_entropy with ignore_index; where it is computed "
-        "inside the model, leave the labels out and take it outside",
+        f"one that weighs rows by {by}",
+        advice if uneven.counts else advice + compares,
     )
 
 

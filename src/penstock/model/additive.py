@@ -19,8 +19,12 @@ ROUGH = {torch.float64: 0.02, torch.float32: 0.02}  # of what a change does; low
 NOTHING = 1e-6  # of the gradient: a change that does no more does nothing
 
 
-def goes_by_labels(gradients: list[torch.Tensor]) -> bool | None:
-    """Of the gradients for the labels as they are; changed in one row; in another; in both. None: nobody can tell."""
+def goes_by_labels(gradients: list[torch.Tensor], sure: bool = True) -> bool | None:
+    """Of the gradients for the labels as they are; changed in one row; in another; in both. None: nobody can tell.
+
+    Labels that are not `sure` to be any that the loss takes may have gradients that are no numbers; else these come of
+    a mean over nothing.
+    """
     plain, one, other, both = (gradient.double() for gradient in gradients)
     size = float(plain.norm())
     effect = max(float((plain - one).norm()), float((plain - other).norm()))
@@ -28,7 +32,7 @@ def goes_by_labels(gradients: list[torch.Tensor]) -> bool | None:
     if not isfinite(size):
         return None
     if not isfinite(effect) or not isfinite(mixed):
-        return True
+        return True if sure else None
     rough = ROUGH.get(gradients[0].dtype, 0.05)
     return effect > NOTHING * size and mixed > rough * effect
 

@@ -35,16 +35,16 @@ def alike(event: str, given: object, name: Callable[[torch.Tensor], object]) -> 
     return name_of(event, outline(given, name))
 
 
-def settle_names(events: list[Event], values: list[Value], returned: tuple[int, ...]) -> None:
+def settle_names(events: list[Event], values: list[Value], returned: dict[str, int]) -> None:
     """Give every event and value a name of its own.
 
-    Those that were made alike are told apart by what becomes of them, found from the last event back to the first. Two
-    that even become the same can stand for each other, and are counted.
+    Those that were made alike are told apart by what becomes of them, found from the last event back to the first; what
+    is `returned`, by its place in the result. Two that even become the same can stand for each other, and are counted.
     """
     uses: list[list[object]] = [[] for _ in values]
-    for at, value in enumerate(returned):
+    for place, value in returned.items():
         if value >= 0:
-            uses[value].append(("returned", at))
+            uses[value].append(("returned", place))
     ends = [0] * len(values)  # what becomes of each value
 
     def end_of(value: int) -> int:

@@ -82,6 +82,21 @@ class Path:
         return tuple(sorted((source, stage) for source, readers in enumerate(self.routes) for stage in readers))
 
     @cached_property
+    def layer_inputs(self) -> frozenset[int]:
+        """Inputs that layers of the last stage take; it may use others, as labels, for a loss alone."""
+        origins: dict[int, frozenset[int]] = {}
+        found: set[int] = set()
+        for at, event in enumerate(self.trace.events):
+            given = frozenset[int]().union(
+                *(origins.get(v, {v} if self.trace.values[v].made_by < 0 else ()) for v in event.reads)
+            )
+            if at >= self.starts[-1] and event.parameters:
+                found |= given
+            elif event.free or at >= self.starts[-1]:
+                origins |= dict.fromkeys((*event.makes, *(after for _, after in event.changes)), given)
+        return frozenset(found)
+
+    @cached_property
     def crossing(self) -> dict[int, int]:
         """Values that cross between stages, by the names that all processes know them by."""
         keys = self.trace.values

@@ -80,6 +80,11 @@ def _unsaved(_: None) -> torch.Tensor:
     raise _UnsavedError
 
 
+_FILLS = frozenset(
+    ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+)
+
+
 class _Recorder(Walk):
     def __init__(self, layout: Layout, inputs: Any, counter: Operations, chance: int) -> None:
         super().__init__(layout)
@@ -184,7 +189,7 @@ class _Recorder(Walk):
             return result
         drew = self.own or not all(map(torch.equal, drawn, draws()))
         seed = None
-        if drew and not (atom or self.own or changed) and self.is_free(given, made):
+        if drew and not (atom or self.own) and self.is_free(given, made) and (not changed or _overwrites(name)):
             self.drawn[shared] += 1
             seed = name_of(shared, self.drawn[shared])
             set_draws(drawn)
@@ -215,7 +220,7 @@ class _Recorder(Walk):
         return list(shared.values())
 
     def is_own(self, tensor: torch.Tensor) -> bool:
-        """Whether every stage has made a tensor for itself, in memory that nothing else shows: it may change it, too."""
+        """Whether every stage has made a tensor for itself, in memory that nothing else shows, so it may change it."""
         value = self.values[self.number(tensor)]
         mine = value.free and value.made_by >= 0 and tensor.layout is torch.strided
         return mine and tensor.untyped_storage().resizable()  # numpy's memory is not
@@ -352,7 +357,7 @@ class _Recorder(Walk):
             if value >= 0:
                 self.values[value].read_by.append(len(self.events))
         self.settle_buffers()
-        settle_names(self.events, self.values, returned)
+        settle_names(self.events, self.values, dict(zip(places(output), returned, strict=True)))
         read = {value for event in self.events for value in event.reads} | {v for v in returned if v >= 0}
         numbers = {name: self.inputs + at for at, name in enumerate(self.buffers)}
         before = {value for event in self.events for value, _ in event.changes}
@@ -428,6 +433,11 @@ class _Inside(TorchFunctionMode):
         self.recorder.used_inside(args, kwargs)
         self.recorder.counter.written.setting(func, args)
         return self.recorder.made_inside(func(*args, **kwargs))
+
+
+def _overwrites(name: str) -> bool:
+    """Whether a function fills a tensor with random numbers, whatever was in it: a second call does the same."""
+    return name.rsplit(".", 1)[-1] in _FILLS
 
 
 def _version(tensor: torch.Tensor) -> int:

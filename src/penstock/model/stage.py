@@ -83,6 +83,7 @@ class Question:
     becomes of the micro-batch itself; or, if somebody is to be told, it goes on when he has been."""
 
     others: list[Job]
+    sure: bool = True  # that the loss takes such labels
     told: Callable[[bool | None], None] | None = None
 
 
@@ -226,7 +227,7 @@ class Stage:
                 ]
         except Exception:
             return None
-        return goes_by_labels(every)
+        return goes_by_labels(every, question.sure)
 
     def _loss(self, job: Job, received: Values) -> Any:
         """Of other labels, so what stages have in common for theirs is no use."""
