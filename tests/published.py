@@ -133,7 +133,7 @@ def expected(at: Setting, rule: str, terms: Terms) -> Outcome:
     out = Outcome()
     for s, copies in enumerate(at.replicas):
         for replica in range(copies):
-            out.weights[s, replica] = weights(s, int(at.stage_updates[s]))
+            out.weights[s, replica] = weights(s, at.rounds(s))
         for k in range(total):
             for replica in [k // at.m % copies] if at.turns else range(copies):
                 out.uses["F", s, replica, k] = forward_version(s, k)

@@ -29,7 +29,7 @@ from penstock.core.schedule import Schedule
 from penstock.core.validation import Numbers
 from penstock.errors import InputError, ScheduleError
 
-# A deadlock that follows from a missing action or transfer is not reported beside it.
+# After these faults progress is not checked, because a deadlock would only be a consequence of them.
 _BLINDING = (FaultKind.STRAY, FaultKind.MISSING, FaultKind.DOUBLED, FaultKind.PARTNER)
 
 
