@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 
@@ -131,6 +132,18 @@ def test_make_train_shows_what_was_learned(tmp_path):
     assert len(sample.rpartition("\nwrote gpt.html")[0]) == 300
     page = (tmp_path / "gpt.html").read_text()
     assert f"validation loss {loss} on held-out text, whose unigram entropy is {entropy}" in page
+
+
+def test_make_train_installs_what_penstock_itself_needs(tmp_path):
+    """It once installed a browser's driver and transformers, which the tests need."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    done = subprocess.run(["make", "--dry-run", "train"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if " install " in line]
+    assert "[dev]" not in done.stdout
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert not {"playwright", "transformers", "pytest"} & {re.split(r"\W", need)[0] for need in needs}
 
 
 def targets():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from itertools import islice
@@ -33,7 +34,7 @@ batch = 8
 checkpoint = "checkpoints"
 keep = 3
 resume = "auto"
-plain_steps = 1
+plain_steps = 0
 """
 
 
@@ -88,9 +89,8 @@ def test_from_a_first_training_to_pages(tmp_path, monkeypatch):
     terminal.read("profile", r"^wrote (\S+)$", said)
     said = terminal.run("penstock cluster measure -o cluster.toml --devices 2", ranks=2)
     terminal.read("cluster", r"^wrote (\S+)$", said)
-    planning = "penstock plan --profile {profile} --cluster {cluster} --batch 8 --replicas 1"
-    stages, ranks = map(int, re.search(r"(\d+) stage\(s\) on (\d+) rank", terminal.run(planning)).groups())
-    terminal.run(f"{planning} --json > plan.json")
+    terminal.run("penstock plan --profile {profile} --cluster {cluster} --batch 8 --replicas 1 --json > plan.json")
+    ranks = 1 + max(stage["rank"] for stage in json.loads((tmp_path / "plan.json").read_text())["stages"])
     config.write_text(config.read_text().replace("steps = 6", "steps = 8"))
     said = terminal.run("penstock train tiny.toml --plan plan.json --report planned.html", ranks=ranks)
     assert "step 7/8" in said
@@ -106,7 +106,6 @@ def test_from_a_first_training_to_pages(tmp_path, monkeypatch):
         for name, slots in (("run", 2), ("planned", ranks)):
             _look_at_timeline(Page(browser, tmp_path / terminal.printed[name]), slots)
         _look_at_comparison(Page(browser, tmp_path / terminal.printed["compared"]))
-    assert stages >= ranks
 
 
 def _loss_of_exported(folder: Path, monkeypatch: pytest.MonkeyPatch, printed: dict[str, str]) -> float:
