@@ -13,15 +13,21 @@ from ranks import launched
 
 torch.set_num_threads(1)
 
-OTHER = ("other numbers", "other layers", "blocks through a set")  # in each process: nothing that ranks can share
+OTHER = {  # in each process: nothing that ranks can share
+    "other numbers": "the same forward on every rank",
+    "other layers": "the same forward on every rank",
+    "blocks through a set": "the same forward on every rank",
+    "layers through a set": "expected the same layer 'kinds.",
+}
 HASHED = (
     "through a set", "one module through a set", "glue through a set", "registered through a set", "sorted by hash",
-    "sorted by address",
+    "sorted by address", "result through a set", "batches through a set",
 )  # fmt: skip
 PARTED = "a weight used elsewhere"  # of a stage that has not got it
 ALIKE = tuple(name for name in unlike.CASES if name not in OTHER)
 SEEDS = {2: ["1,8", "2,7", "3,13", "4,14"], 4: ["1,7,2,8", "3,13,4,14"]}  # all three of OTHER differ
 CLOSE = 1e-13
+IN_SINGLES = ("gemma3", "llama", "llama without cache")  # their norms are in float32, so a last bit becomes 1e-7
 
 
 def on_ranks(folder: Path, ranks: int, names: tuple[str, ...], **more) -> list[dict]:
@@ -35,7 +41,11 @@ def on_ranks(folder: Path, ranks: int, names: tuple[str, ...], **more) -> list[d
 
 
 def wrong(found: list[dict]) -> dict:
-    return {name: off for one in found for name, off in one.items() if not isinstance(off, float) or off > CLOSE}
+    return {name: off for one in found for name, off in one.items() if not isinstance(off, float) or off > close(name)}
+
+
+def close(name: str) -> float:
+    return 1e-5 if name in IN_SINGLES else CLOSE
 
 
 @pytest.fixture
@@ -51,7 +61,7 @@ def in_doubles():
 def test_in_one_process(name, stages, in_doubles):
     found = unlike.outcome(name, stages)
     assert isinstance(found, float), found
-    assert found <= CLOSE
+    assert found <= close(name)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -68,7 +78,7 @@ def test_with_other_hashes_on_every_rank(ranks, seeds, tmp_path):
     ranks say so, and name it."""
     more = ("gemma3",) if seeds == SEEDS[ranks][0] else ()
     found = on_ranks(tmp_path, ranks, (*HASHED, *more, *OTHER), fork=False, HASHES=seeds)
-    for name in OTHER:
+    for name, words in OTHER.items():
         refusals = [one.pop(name) for one in found]
-        assert all("the same forward on every rank" in str(said) for said in refusals), refusals
+        assert all(words in str(said) for said in refusals), refusals
     assert wrong(found) == {}

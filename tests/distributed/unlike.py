@@ -234,6 +234,36 @@ class Registered(nn.Module):
         return x * self.none + self.full
 
 
+KINDS = {"one": nn.Tanh, "two": nn.ReLU, "three": nn.SiLU, "four": nn.Sigmoid, "five": nn.ELU}
+
+
+class Layered(nn.Module):
+    """Layers without weights, under names that are the same in each process, and of classes that may not be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.kinds = nn.ModuleList(KINDS[name]() for name in set(KINDS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, kind in zip(self.blocks, self.kinds, strict=False):
+            x = kind(block(x))
+        return x
+
+
+def result_through_a_set(m: Model, x: Tensor) -> dict[str, Tensor]:
+    x = through_blocks(m, m.first(x))
+    return {key: m.tables[key](x) for key in set(KEYS)}
+
+
+def from_a_dict(m: Model, **given: Tensor) -> Tensor:
+    x = m.first(given["full"])
+    held = {key: m.tables[key](value) for key, value in given.items()}
+    for block, key in zip(m.blocks, (*KEYS, "none"), strict=True):
+        x = block(x) + held[key]
+    return x
+
+
 class Case(NamedTuple):
     """What is trained, and on which batches; `example` may be another kind of input than the batches are."""
 
@@ -255,6 +285,25 @@ def floats(model: nn.Module, parts: int = PARTS) -> Case:
 
 def _square(out: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(out, target)
+
+
+def batches_through_a_set() -> Case:
+    """Inputs and targets in dicts, of another order in each process; some labels are left out, as the loss says."""
+    data = []
+    for _ in range(3):
+        inputs = {key: torch.randn(4, 3, WIDTH) for key in KEYS}
+        target = {key: torch.randint(0, 2, (4, 3)) for key in KEYS}
+        target["full"][0], target["none"][1:3] = 0, 0
+        data.append(({key: inputs[key] for key in set(KEYS)}, {key: target[key] for key in set(KEYS)}))
+    return Case(Model(from_a_dict), data[0][0], data, _left_out)
+
+
+def _left_out(out: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return sum(((out.mean(-1) * (at + 1)).square() * target[key]).mean() for at, key in enumerate(KEYS))  # type: ignore[return-value]
+
+
+def _each(out: dict[str, Tensor], target: Tensor) -> Tensor:
+    return sum(F.mse_loss(out[key], target * at) for at, key in enumerate(KEYS))  # type: ignore[return-value]
 
 
 def padded(forward: Callable[..., Tensor], first: str = "full") -> Case:
@@ -358,6 +407,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "glue through a set": lambda: numbers(glue_through_a_set),
     "sorted by hash": lambda: numbers(sorted_by_hash),
     "sorted by address": lambda: numbers(sorted_by_address),
+    "result through a set": lambda: numbers(result_through_a_set)._replace(loss=_each),
+    "batches through a set": batches_through_a_set,
+    "layers through a set": lambda: floats(Layered()),
     "gemma3": lambda: text("Gemma3"),
     "other numbers": lambda: numbers(other_numbers),
     "other layers": lambda: numbers(other_layers),
@@ -377,6 +429,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "additions": lambda: floats(Shared()),
     "never dropped by torch": lambda: dropped(lambda: float(torch.rand([])), 0.0),
     "dropped by torch": lambda: dropped(lambda: float(torch.rand([])), 0.5),
+    "dropped by a draw in place": lambda: dropped(lambda: float(torch.empty([]).uniform_(0, 1)), 0.5),
     "dropped by random": lambda: dropped(random.random, 0.5),
     "dropped by numpy": lambda: dropped(lambda: float(np.random.uniform(0, 1)), 0.5),
     "dropped by both": lambda: dropped(lambda: 0.5 * (random.random() + float(torch.rand([]))), 0.5),
@@ -396,13 +449,15 @@ def plain(case: Case, model: nn.Module) -> nn.Module:
     noted = dict(case.loss.kept) if isinstance(case.loss, _NotedLoss) else {}
     for inputs, target in case.batches:
         optimizer.zero_grad()
+        count = len(next(iter(target.values())) if isinstance(target, dict) else target)
         for part in range(case.parts):
-            rows = slice(part * len(target) // case.parts, (part + 1) * len(target) // case.parts)
+            rows = slice(part * count // case.parts, (part + 1) * count // case.parts)
             some = {k: v[rows] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[rows]
             if isinstance(model, Drops):
                 model.kept = noted[float(target[rows].sum())]
             out = model(**some) if isinstance(some, dict) else model(some)
-            (case.loss(out, target[rows]) / case.parts).backward()
+            wanted = {k: v[rows] for k, v in target.items()} if isinstance(target, dict) else target[rows]
+            (case.loss(out, wanted) / case.parts).backward()
         optimizer.step()
     return model
 
