@@ -12,8 +12,14 @@ from torch import Tensor, nn
 CLASSES = 2
 
 
-def conv(a: int, b: int, kernel: int = 3, stride: int = 1, groups: int = 1, act: type[nn.Module] = nn.ReLU) -> nn.Module:
-    layers = [nn.Conv2d(a, b, kernel, stride, kernel // 2, groups=groups, bias=False), nn.BatchNorm2d(b), act(inplace=True)]
+def conv(
+    a: int, b: int, kernel: int = 3, stride: int = 1, groups: int = 1, act: type[nn.Module] = nn.ReLU
+) -> nn.Module:
+    layers = [
+        nn.Conv2d(a, b, kernel, stride, kernel // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(b),
+        act(inplace=True),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -34,7 +40,9 @@ class Bottleneck(nn.Module):
         self.one, self.two = conv(a, b, 1), conv(b, b, 3, stride, groups)
         self.three, self.norm = nn.Conv2d(b, b * expansion, 1, bias=False), nn.BatchNorm2d(b * expansion)
         same = stride == 1 and a == b * expansion
-        self.short = None if same else nn.Sequential(nn.Conv2d(a, b * expansion, 1, stride), nn.BatchNorm2d(b * expansion))
+        self.short = (
+            None if same else nn.Sequential(nn.Conv2d(a, b * expansion, 1, stride), nn.BatchNorm2d(b * expansion))
+        )
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +114,10 @@ class Inception(nn.Module):
     def __init__(self, a: int) -> None:
         super().__init__()
         self.one, self.three = conv(a, 4, 1), nn.Sequential(conv(a, 4, 1), conv(4, 4, 3))
-        self.five, self.pooled = nn.Sequential(conv(a, 2, 1), conv(2, 4, 5)), nn.Sequential(nn.MaxPool2d(3, 1, 1), conv(a, 4, 1))
+        self.five, self.pooled = (
+            nn.Sequential(conv(a, 2, 1), conv(2, 4, 5)),
+            nn.Sequential(nn.MaxPool2d(3, 1, 1), conv(a, 4, 1)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.one(x), self.three(x), self.five(x), self.pooled(x)], 1)
@@ -141,10 +152,13 @@ def vgg(norm: bool) -> nn.Module:
 
 def alexnet() -> nn.Module:
     features = [
-        nn.Conv2d(3, 8, 5, 2, 2), nn.ReLU(inplace=True), nn.LocalResponseNorm(3), nn.MaxPool2d(3, 2), nn.Conv2d(8, 12, 3, padding=1),
-        nn.ReLU(inplace=True), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d((2, 2)),
+        nn.Conv2d(3, 8, 5, 2, 2), nn.ReLU(inplace=True), nn.LocalResponseNorm(3), nn.MaxPool2d(3, 2),
+        nn.Conv2d(8, 12, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(12, 12, 3, padding=1),
+        nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d((2, 2)),
     ]  # fmt: skip
-    return nn.Sequential(*features, nn.Flatten(), nn.Dropout(0.0), nn.Linear(48, 24), nn.ReLU(True), nn.Linear(24, CLASSES))
+    return nn.Sequential(
+        *features, nn.Flatten(), nn.Dropout(0.0), nn.Linear(48, 24), nn.ReLU(True), nn.Linear(24, CLASSES)
+    )
 
 
 class Squeeze(nn.Module):
@@ -225,7 +239,12 @@ class Window(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, height, _, width = x.shape
         y = torch.roll(self.norm(x), (-self.shift, -self.shift), (1, 2))
-        y = y.unflatten(1, (-1, self.size)).unflatten(3, (-1, self.size)).transpose(2, 3).reshape(-1, self.size**2, width)
+        y = (
+            y.unflatten(1, (-1, self.size))
+            .unflatten(3, (-1, self.size))
+            .transpose(2, 3)
+            .reshape(-1, self.size**2, width)
+        )
         y = self.attention(y, y, y, need_weights=False)[0]
         y = y.view(rows, height // self.size, -1, self.size, self.size, width).transpose(2, 3).reshape(x.shape)
         x = x + torch.roll(y, (self.shift, self.shift), (1, 2))
@@ -279,7 +298,10 @@ class DeepLab(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.low, self.high = nn.Sequential(conv(3, 8, 3, 2), conv(8, 8)), nn.Sequential(conv(8, 12, 3, 2), conv(12, 12))
+        self.low, self.high = (
+            nn.Sequential(conv(3, 8, 3, 2), conv(8, 8)),
+            nn.Sequential(conv(8, 12, 3, 2), conv(12, 12)),
+        )
         self.branches = nn.ModuleList(nn.Conv2d(12, 4, 3, padding=rate, dilation=rate) for rate in (1, 2, 3))
         self.pooled, self.project = nn.Conv2d(12, 4, 1), conv(16, 8, 1)
         self.head, self.helper = nn.Conv2d(16, CLASSES, 1), nn.Conv2d(12, CLASSES, 1)

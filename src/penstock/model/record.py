@@ -215,7 +215,7 @@ class _Recorder(Walk):
         return list(shared.values())
 
     def is_own(self, tensor: torch.Tensor) -> bool:
-        """Whether every stage has made a tensor for itself, in memory that nothing else shows: it may change it, too."""
+        """Whether every stage makes a tensor for itself, in memory that nothing else shows: each may change its own."""
         value = self.values[self.number(tensor)]
         mine = value.free and value.made_by >= 0 and tensor.layout is torch.strided
         return mine and tensor.untyped_storage().resizable()  # numpy's memory is not

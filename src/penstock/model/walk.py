@@ -77,8 +77,8 @@ class Walk(TorchFunctionMode):
         raise NotImplementedError
 
     def transformed(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:
-        """A function or a module is called inside a transform of torch.func (vmap, say), whose tensors are none that travel: it
-        runs on every stage."""
+        """A function or a module is called inside a transform of torch.func (vmap, say), whose tensors are none that
+        travel: it runs on every stage."""
 
     def made_inside(self, result: Any) -> Any:
         """What a custom Function inside an event gave."""
