@@ -23,6 +23,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_text": MIXED,
     "gemma4_unified": {"text_config": MIXED},
     "gemma4_unified_text": MIXED,
+    "granite_speech5_ctc": {"encoder_config": {"num_key_value_heads": 4}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
@@ -52,7 +53,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "swin": {"image_size": 64, "patch_size": 4, "window_size": 2, "embed_dim": 16, "depths": [1, 1, 2]},
     "donut-swin": {"image_size": 64, "patch_size": 4, "window_size": 2, "embed_dim": 16, "depths": [1, 1, 2]},
     "textnet": {"hidden_sizes": [8, 8, 16, 16, 24], "image_size": [32, 32], "stem_out_channels": 8},
-    "levit": {"image_size": 64, "patch_size": 16},
+    "levit": {"image_size": 64, "patch_size": 16, "hidden_sizes": [32, 48, 64]},
     "mobilevitv2": {"image_size": 64},
     "efficientnet": {
         "in_channels": [32, 16, *[24] * 5],
@@ -76,8 +77,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tipsv2_dpt": DEPTHS,
     "zoedepth": DEPTHS,
     "chmv2": {"backbone_config": {"out_indices": [1, 2, 3, 4]}},
-    "granite_speech5_ctc": {"input_dim": 16},
-    "xlstm": {"num_heads": 4, "qk_dim_factor": 0.5, "v_dim_factor": 1.0},
+    "xlstm": {"hidden_size": 128},
     "xmod": {"default_language": "en_XX"},
 }
 

@@ -152,8 +152,9 @@ def vgg(norm: bool) -> nn.Module:
 
 def alexnet() -> nn.Module:
     features = [
-        nn.Conv2d(3, 8, 5, 2, 2), nn.ReLU(inplace=True), nn.LocalResponseNorm(3), nn.MaxPool2d(3, 2), nn.Conv2d(8, 12, 3, padding=1),
-        nn.ReLU(inplace=True), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d((2, 2)),
+        nn.Conv2d(3, 8, 5, 2, 2), nn.ReLU(inplace=True), nn.LocalResponseNorm(3), nn.MaxPool2d(3, 2),
+        nn.Conv2d(8, 12, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(12, 12, 3, padding=1),
+        nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d((2, 2)),
     ]  # fmt: skip
     return nn.Sequential(
         *features, nn.Flatten(), nn.Dropout(0.0), nn.Linear(48, 24), nn.ReLU(True), nn.Linear(24, CLASSES)

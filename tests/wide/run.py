@@ -44,19 +44,25 @@ def main() -> int:
     again = set(asked.again.split(","))
     for way in filter(None, asked.ways.split(",")):
         results = kept(way)
+        if way == "ranks":  # are not asked for what cannot be built
+            results |= {name: of for name, of in kept("inline").items() if is_untried(of)}
         schedules = asked.schedules.split(",")
         for schedule, name in product(schedules, names()):
             if results.get(name, {}).get(schedule, {}).get("outcome") in again:
                 del results[name][schedule]
         wanted = [name for name in names() if re.search(asked.only, name) and lacking(results, name, schedules)]
+        wanted = [name for name in wanted if not is_untried(results.get(name, {}))]
         for at in range(0, len(wanted), CHUNK):
             train(way, wanted[at : at + CHUNK], schedules, results)
     inline, ranks = kept("inline"), kept("ranks")
     if asked.table:
         TABLE.write_text(table(names(), inline, ranks))
-    return int(
-        any(one["outcome"] == "wrong" for some in (inline, ranks) for of in some.values() for one in of.values())
-    )
+    records = [record for way in (inline, ranks) for of in way.values() for record in of.values()]
+    return int(any(record["outcome"] == "wrong" for record in records))
+
+
+def is_untried(records: dict[str, dict[str, Any]]) -> bool:
+    return any(record["outcome"] == "not tried" for record in records.values())
 
 
 def lacking(results: Results, name: str, schedules: list[str]) -> bool:
@@ -117,7 +123,8 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 def summary(record: dict[str, Any]) -> str:
     if "off" in record:
-        return f"{record['outcome']}, {record['off']:.1e} from {record['against']} ({record['farthest']}), {record['seconds']} s"
+        off = f"{record['off']:.1e} from {record['against']} ({record['farthest']})"
+        return f"{record['outcome']}, {off}, {record['seconds']} s"
     return f"{record['outcome']}: {record['said'][:300]}"
 
 

@@ -77,6 +77,8 @@ def smaller(name: str, old: Any) -> Any:
     if isinstance(old, float) or (isinstance(old, int) and re.search("drop(out)?", name)):
         off = re.search(r"drop|jitter|mask_(time|feature)_prob", name) and "dropout_schedule" not in name
         return 0.0 if off else old
+    if isinstance(old, (list, tuple)) and "drop" in name:
+        return type(old)(0.0 for _ in old)
     if isinstance(old, int):
         return _first(INTEGERS, name, old)
     if isinstance(old, (list, tuple)) and old and all(isinstance(one, int) for one in old):

@@ -20,17 +20,18 @@ KINDS = {
 }  # fmt: skip
 HEAD = """# Models that train
 
-A wide net of models, each trained as a pipeline of 2 stages beside plain training: every family of the `transformers`
-library, {version}, that trains on words, images or sound and can be built from a tiny configuration with random weights,
-and networks for images as image libraries have them. `make zoo` runs it and writes this page (it goes on where it was
-stopped; `tests/wide` holds the script). `make test` runs a sample.
+Models that nothing here was written for, each trained as a pipeline of 2 stages beside plain training: every family of
+the `transformers` library, {version}, that trains on words, images or sound and can be built from a tiny configuration
+with random weights, and networks for images as image libraries have them. `make zoo` runs it and writes this page (it
+goes on where it was stopped; `tests/wide` holds the script). `make test` runs a sample.
 
 How: three steps of AdamW over batches of two shapes, words and sound padded to different lengths in every row; 2
 micro-batches; by 1f1b and by zb-h1; all in one process (inline) and on 2 ranks. In float64, and held against plain
 training on whole batches. Where that is farther than 1e-10, because the library computes some of it in float32 or the
 model normalises over its batch, against plain training in the same micro-batches. *Farthest* is the largest distance of
-any weight or buffer; weights move by about 3e-3. {single} are trained in float32 whole (they convert weights in forward,
-or overflow in float64), against micro-batches, to 1e-6. Dropout, jitter and masks in time are off. The loss is outside
+any weight or buffer, and *exact* is at most 1e-8, while weights move by about 3e-3: where a gradient is nearly nothing,
+AdamW divides rounding by it. {single} are trained in float32 (they convert weights in forward, or overflow in float64),
+against micro-batches, to 1e-6. Dropout, jitter and masks in time are off. The loss is outside
 the model. Models that take words and something else besides are given the words alone where they allow it.
 
 {counts}
