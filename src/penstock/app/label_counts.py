@@ -109,23 +109,22 @@ class LabelCounts:
             yield 0.0
         if isnan(low):
             yield nan
-        elif tensor.is_floating_point():
-            yield from self._few(at, place, _repeated(tensor))
-        elif low < 0:
+            return
+        if low < 0 and not tensor.is_floating_point():
             yield low
-        if not isnan(low) and not tensor.is_floating_point() and _may_weigh(place, tensor):
-            yield from self._few(at, place, [*pads, *self._largest(at, place, tensor)])
+        if not tensor.is_floating_point() and not _may_weigh(place, tensor):
+            return
+        known = {one.value: found for one, found in self.weighs.items() if (one.at, one.place) == (at, place)}
+        yield from (value for value, found in known.items() if found and value is not None and not isnan(value))
+        if len(known) < PADS:
+            yield from pads
+            yield from _repeated(tensor) if tensor.is_floating_point() else _largest(tensor)
 
-    def _largest(self, at: int, place: str, tensor: torch.Tensor) -> list[float]:
-        """The largest number, if it is there twice."""
-        high = float(tensor.max())
-        known = Suspect(at, place, high) in self.weighs
-        return [high] if high > 0 and (known or bool((tensor == high).sum() > 1)) else []
 
-    def _few(self, at: int, place: str, values: list[float]) -> Iterator[float]:
-        """Those that are known already, and others until there are many."""
-        known = {one.value for one in self.weighs if (one.at, one.place) == (at, place)}
-        yield from (value for value in values if value in known or len(known) < PADS)
+def _largest(tensor: torch.Tensor) -> list[float]:
+    """The largest number, if it is there twice."""
+    high = float(tensor.max())
+    return [high] if high > 0 and bool((tensor == high).sum() > 1) else []
 
 
 def _pads(tensor: torch.Tensor) -> list[float]:
