@@ -13,7 +13,7 @@ from penstock.planners.balance import even_cells
 from penstock.planners.chain import Chain
 from penstock.planners.scaled import scaled
 from penstock.planners.search.candidate import Candidate, Mode
-from penstock.planners.search.labels import Labels
+from penstock.planners.search.labels import CutLabels
 from penstock.planners.search.places import Places
 from penstock.planners.search.space import Method, orders
 
@@ -128,18 +128,18 @@ def _by_kind(
         for meet in (
             (False, True) if method.turns and most is None else (False,)
         ):  # how much it waits, the clock will say
-            labels = Labels.of(chain, places, method, steps, field.again, most, meet, hurry)
+            labels = CutLabels.of(chain, places, method, steps, field.again, most, meet, hurry)
             yield _read_back(field, times, order, method, labels)
 
 
-def _read_back(field: Field, times: int, order: tuple[int, ...], method: Method, labels: Labels) -> Iterator[Guess]:
+def _read_back(field: Field, times: int, order: tuple[int, ...], method: Method, labels: CutLabels) -> Iterator[Guess]:
     """The best of every depth."""
     steps = field.microbatches // times
-    for depth in range(1, labels.value.shape[0] + 1):
+    for depth in range(1, labels.deepest + 1):
         found = labels.best(depth)
         if found is None:
             continue
-        replicas = tuple(count * labels.places.unit for count in found.counts)
+        replicas = tuple(count * labels.places.unit for count in found.units)
         skip = len(order) - sum(replicas)
         for other in field.alike(method):
             made = Candidate(other, times, steps, order, skip, found.bounds, replicas, found.modes)
