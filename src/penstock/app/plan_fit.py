@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from penstock.app.predict import Prediction, predict
+from penstock.planners.infeasible import enough
 from penstock.planners.scaled import scaled
-from penstock.planners.short import enough
 
 
 @dataclass(frozen=True)

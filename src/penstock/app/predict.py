@@ -14,7 +14,7 @@ from penstock.core.cost import Costs
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.timeline import Timeline
-from penstock.planners.outcome import Outcome
+from penstock.planners.outcome import PlanOutcome
 from penstock.schedules.registry import METHODS, schedule
 from penstock.simulator.simulate import simulate
 from penstock.simulator.uneven import uneven_makespan
@@ -28,7 +28,7 @@ class Prediction:
     profile's.
     """
 
-    outcome: Outcome
+    outcome: PlanOutcome
     cluster: Cluster
     timeline: Timeline
     step_seconds: float
@@ -95,7 +95,7 @@ class Prediction:
             yield busiest, f"the transfers from stage {a} to {b}, one way"
 
 
-def predict(outcome: Outcome, cluster: Cluster) -> Prediction:
+def predict(outcome: PlanOutcome, cluster: Cluster) -> Prediction:
     """Simulate one step of a synchronous plan; of an asynchronous one, enough mini-batches to tell their pace."""
     plan, profile = outcome.plan, outcome.profile
     if not METHODS[plan.schedule].asynchronous:

@@ -16,26 +16,26 @@ Placed = list[tuple[int, Devices]]  # where each stage ends, and its devices
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """Prefixes that use the same devices: where each ends, its last stage's devices, and the one it grew from."""
+class PrefixRows:
+    """Prefixes that use the same devices: end and last devices of each, and the prefix it was grown from."""
 
     used: Used
     ends: LongArray
     sent: FloatArray  # bytes that its last stage sends on
     devices: list[Devices]
-    parent: list[tuple[Rows, int] | None]
+    parent: list[tuple[PrefixRows, int] | None]
     sums: Prefix
     scores: FloatArray  # L with the rest as one stage
     bounds: FloatArray  # no plan that begins so has a smaller L
 
-    def pick(self, at: LongArray) -> Rows:
+    def pick(self, at: LongArray) -> PrefixRows:
         devices, parents = [self.devices[i] for i in at], [self.parent[i] for i in at]
         figures = (self.sums.pick(at), self.scores[at], self.bounds[at])
-        return Rows(self.used, self.ends[at], self.sent[at], devices, parents, *figures)
+        return PrefixRows(self.used, self.ends[at], self.sent[at], devices, parents, *figures)
 
     @classmethod
-    def joined(cls, several: list[Rows]) -> Rows:
-        """Those of one state, from different parents."""
+    def joined(cls, several: list[PrefixRows]) -> PrefixRows:
+        """Join the prefixes of one state that come from different parents."""
         ends, sent, scores, bounds = (
             np.concatenate([getattr(rows, name) for rows in several]) for name in ("ends", "sent", "scores", "bounds")
         )
@@ -44,9 +44,9 @@ class Rows:
         return cls(several[0].used, ends, sent, devices, parents, sums, scores, bounds)
 
     def placed(self, row: int) -> Placed:
-        found: Placed = []
+        placed: Placed = []
         rows, at = self, row
         while rows.parent[at] is not None:
-            found.append((int(rows.ends[at]), rows.devices[at]))
+            placed.append((int(rows.ends[at]), rows.devices[at]))
             rows, at = rows.parent[at]  # type: ignore[misc]
-        return found[::-1]
+        return placed[::-1]

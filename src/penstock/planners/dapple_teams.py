@@ -1,4 +1,4 @@
-"""What devices that run one stage together can do, and what a hand-over between two such teams takes; remembered."""
+"""Figures of devices that run one stage together, and of transfers between two such teams, each worked out once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Teams:
 
 
 @dataclass(eq=False)
-class Known:
+class DeviceFigures:
     """Figures of teams on a cluster, each worked out once."""
 
     cluster: Cluster
@@ -38,7 +38,8 @@ class Known:
         self.size = machines(self.cluster)[1]
 
     def hop(self, senders: Devices, receivers: Devices) -> tuple[float, float]:
-        """Only how many share a machine with whom matters, unless machines differ in what joins them."""
+        """Return seconds a byte and latency of a transfer; they depend on who shares a machine with whom alone, unless
+        machines differ in what joins them."""
         key: object = (senders, receivers)
         if len(self.cluster.levels) <= 2:
             names: dict[int, int] = {}
@@ -49,13 +50,13 @@ class Known:
         return self.hops[key]
 
     def hosts(self, devices: Devices) -> tuple[tuple[int, int], ...]:
-        """The machines of a team in their order, and how many of its devices each has."""
+        """Return the machines of a team in their order, and how many of its devices each has."""
         if devices not in self.runs:
             self.runs[devices] = tuple(Counter(device // self.size for device in devices).items())
         return self.runs[devices]
 
     def teams(self, every: list[Devices]) -> Teams:
-        """Figures by team, each an array that broadcasts over (prefix, end)."""
+        """Return figures by team, each an array that broadcasts over (prefix, end)."""
         return Teams(*deep([self.team(devices) for devices in every]))
 
     def team(self, devices: Devices) -> tuple[float, ...]:
@@ -67,6 +68,6 @@ class Known:
 
 
 def deep(figures: list[tuple[float, ...]]) -> FloatArray:
-    """[figure, move], with room for prefixes and ends."""
-    found: FloatArray = np.array(figures, dtype=np.float64).T[:, :, None, None]
-    return found
+    """Return figures as [figure, move], with axes for prefixes and ends."""
+    by_figure: FloatArray = np.array(figures, dtype=np.float64).T[:, :, None, None]
+    return by_figure

@@ -15,26 +15,26 @@ Used = tuple[int, ...]  # devices in use on each machine
 
 
 def machines(cluster: Cluster) -> tuple[int, int]:
-    """How many machines, and devices on each: a machine is what the innermost level joins."""
+    """Return how many machines there are, and devices on each: a machine is what the innermost level joins."""
     size = cluster.levels[0].size if cluster.levels else 1
     return len(cluster.devices) // size, size
 
 
 def placements(used: Used, size: int, count: int) -> Iterable[tuple[Used, tuple[int, ...]]]:
-    """The different answers of the three ways: devices in use afterwards, and the devices taken."""
+    """Return the different results of the three ways: devices in use afterwards, and the devices taken."""
     hosts = range(len(used))
     fresh = [h for h in hosts if not used[h]]
     partly = [h for h in hosts if used[h]]
-    found = {}
+    after = {}
     for taken in (_fill(used, size, count, fresh + partly), _fill(used, size, count, partly + fresh),
                   _scatter(used, size, count)):  # fmt: skip
         devices = tuple(h * size + used[h] + d for h in hosts for d in range(taken[h]))
-        found[devices] = tuple(u + t for u, t in zip(used, taken, strict=True))
-    return [(after, devices) for devices, after in found.items()]
+        after[devices] = tuple(u + t for u, t in zip(used, taken, strict=True))
+    return [(used_then, devices) for devices, used_then in after.items()]
 
 
 def rest(used: Used, size: int) -> tuple[int, ...]:
-    """The devices that nobody has taken."""
+    """Return the devices that are not in use."""
     return tuple(h * size + d for h, taken in enumerate(used) for d in range(taken, size))
 
 

@@ -39,23 +39,23 @@ class Prefix:
         return self.peak + self.end
 
     def grown(self, forward: FloatArray, backward: FloatArray, reduce: FloatArray, microbatches: int) -> Prefix:
-        """One entry more; arrays broadcast."""
+        """Add one entry; arrays broadcast."""
         pair = forward + backward
         work = self.work + pair
-        mine, exposed = work + (microbatches - 1) * pair, reduce - self.backward
+        steady, exposed = work + (microbatches - 1) * pair, reduce - self.backward
         later = np.maximum(self.end_if_later, exposed)
-        moves = mine >= self.peak
+        moves = steady >= self.peak
         return Prefix(
             work,
             self.backward + backward,
-            np.where(moves, mine, self.peak),
+            np.where(moves, steady, self.peak),
             later,
             np.where(moves, later, np.maximum(self.end, exposed - backward - self.pivot_backward)),
             np.where(moves, backward, self.pivot_backward),
         )
 
     def column(self) -> Prefix:
-        """One prefix a row, to be joined with one of the next stage's ends a column."""
+        """Return one prefix a row, to be joined with one of the next stage's ends a column."""
         return Prefix(*(values[..., None] for values in self.parts))
 
     def pick(self, *index: LongArray) -> Prefix:

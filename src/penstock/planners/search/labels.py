@@ -24,10 +24,10 @@ import numpy as np
 from penstock.core.jit import helper, kernel
 from penstock.core.links import FloatArray
 from penstock.core.schedule import LongArray
-from penstock.planners.chain import Chain
+from penstock.planners.chain import LayerSums
 from penstock.planners.search.candidate import Mode
 from penstock.planners.search.places import Places
-from penstock.planners.search.space import Method
+from penstock.planners.search.space import SearchMethod
 
 MOST_DEPTH = 128
 PATIENCE = 6  # further stages that are tried without any gain, where no device is short of memory
@@ -44,34 +44,8 @@ class CutStages(NamedTuple):
     modes: tuple[Mode, ...]
 
 
-class LayerSums(NamedTuple):
-    """A `Chain` for the kernel: sums over the layers before each one."""
-
-    forward: FloatArray
-    backward: FloatArray
-    parameters: FloatArray
-    standing: FloatArray
-    kept: FloatArray
-    cut: FloatArray
-    sent: FloatArray
-
-
-class PlaceTables(NamedTuple):
-    """`Places` for the kernel: tables by (first unit, number of the replica count)."""
-
-    counts: LongArray
-    unit: int
-    slow: FloatArray
-    room: FloatArray
-    rate: FloatArray
-    wait: FloatArray
-    hop: FloatArray
-    pause: FloatArray
-    host: FloatArray
-
-
 class Terms(NamedTuple):
-    """What a method asks of stages; see `Method`."""
+    """Parameters of a `SearchMethod`, and of the batch."""
 
     steps: int
     flush: bool
@@ -119,9 +93,9 @@ class CutLabels:
     @classmethod
     def of(
         cls,
-        chain: Chain,
+        sums: LayerSums,
         places: Places,
-        method: Method,
+        method: SearchMethod,
         steps: int,
         again: bool,
         whole: int | None,
@@ -130,7 +104,7 @@ class CutLabels:
     ) -> CutLabels:
         """`again`: whether stages may recompute or offload; `whole`: rows that replicas must not split further; `meet`:
         replicas in turns wait for their reduction; `hurry`: whether some depth that has a cut is enough."""
-        layers, units = chain.layers, places.units
+        layers, units = sums.layers, places.units
         depth = min(layers, units, MOST_DEPTH)
         shape = (depth, layers + 1, units + 1)
         value = np.full(shape, np.inf)
@@ -140,8 +114,8 @@ class CutLabels:
             len(places.counts) if whole is None else int(np.searchsorted(places.counts * places.unit, whole, "right"))
         )
         groups = (
-            LayerSums(*(getattr(chain, name) for name in LayerSums._fields)),
-            PlaceTables(places.counts[:most], *(getattr(places, name) for name in PlaceTables._fields[1:])),
+            sums,
+            places._replace(counts=places.counts[:most]),
             Terms(steps, method.flush, method.slope, method.turns, method.versions, method.cap, again, meet),
             tables,
         )
@@ -178,7 +152,7 @@ class CutLabels:
 
 
 @helper
-def _stage_kind(terms: Terms, places: PlaceTables, d: int, i: int, n: int, at: int, units: int) -> StageKind:
+def _stage_kind(terms: Terms, places: Places, d: int, i: int, n: int, at: int, units: int) -> StageKind:
     """Return what is in flight on a stage that has the first of the last n units, with d stages behind it."""
     replicas = places.counts[at] * places.unit
     share = 1.0 / replicas
@@ -208,7 +182,7 @@ def _first_end(kind: StageKind, least: FloatArray, left: int, begin: int, last: 
 
 @helper
 def _fit(
-    sums: LayerSums, places: PlaceTables, terms: Terms, kind: StageKind, j: int, f: float, b: float
+    sums: LayerSums, places: Places, terms: Terms, kind: StageKind, j: int, f: float, b: float
 ) -> tuple[int, float]:
     """Return what a stage of layers i to j - 1 keeps so that it fits, and the seconds that takes; -1 if it does not."""
     i, memory = kind.i, kind.memory
@@ -228,7 +202,7 @@ def _fit(
 
 
 @helper
-def _alone(sums: LayerSums, places: PlaceTables, terms: Terms, kind: StageKind, j: int, pair: float) -> float:
+def _alone(sums: LayerSums, places: Places, terms: Terms, kind: StageKind, j: int, pair: float) -> float:
     """Return the value of a stage whose forward and backward take `pair`, with its reduction but nothing behind it."""
     reduction = 0.0
     if kind.replicas > 1:
@@ -244,7 +218,7 @@ def _alone(sums: LayerSums, places: PlaceTables, terms: Terms, kind: StageKind, 
 @helper
 def _joined(
     sums: LayerSums,
-    places: PlaceTables,
+    places: Places,
     terms: Terms,
     labels: LabelTables,
     kind: StageKind,
@@ -273,7 +247,7 @@ def _joined(
 
 
 @kernel
-def _fill(sums: LayerSums, places: PlaceTables, terms: Terms, labels: LabelTables, d: int) -> None:
+def _fill(sums: LayerSums, places: Places, terms: Terms, labels: LabelTables, d: int) -> None:
     """Fill the labels of d + 1 stages from those of d."""
     forward, backward, counts = sums.forward, sums.backward, places.counts
     value, end, units_of, mode, trips = labels

@@ -133,8 +133,8 @@ def _require_memory(instance: Instance, least: list[float]) -> None:
         raise InputError(
             f"memory of at least {least[rank]:g} on rank {rank}, which one micro-batch needs there",
             f"{instance.cap[rank]:g}",
-            f"raise memory to {max(least[rank] for rank in infeasible):g} or more, or use smaller micro-batches or more "
-            "stages",
+            f"raise memory to {max(least[rank] for rank in infeasible):g} or more, or use smaller micro-batches or "
+            "more stages",
         )
 
 
