@@ -340,7 +340,7 @@ def test_a_plan_is_found_though_what_was_found_in_a_hurry_does_not_fit():
     judge = Scorer(cluster)
 
     def evaluate(plan, profile):
-        return judge(plan, profile)._replace(short=float(plan.ranks < 3))
+        return judge(plan, profile)._replace(missing=float(plan.ranks < 3))
 
     found = search(layered(24), cluster, microbatches=8, evaluate=evaluate, seconds=0.0)
     assert found.stopped
@@ -351,7 +351,7 @@ def test_half_of_the_time_is_for_the_simulator(monkeypatch):
     """Where a depth of a programme takes a second: what has been found by then is looked at, not one plan alone."""
     depths, fill = [], labels._fill
     monkeypatch.setattr(labels, "_fill", lambda *given: (depths.append(1), fill(*given)))
-    monkeypatch.setattr("penstock.planners.search.find.monotonic", lambda: len(depths))
+    monkeypatch.setattr("penstock.planners.search.scored.monotonic", lambda: len(depths))
     cluster = Cluster.uniform((Level("inside", 8, 300e9), Level("between", 4, 25e9)), Device("d", 80e9))
     found = search(layered(24, 4e8, 3e8), cluster, microbatches=64, evaluate=Scorer(cluster), seconds=40)
     assert found.stopped

@@ -17,7 +17,7 @@ from penstock.core.cluster import Cluster
 from penstock.core.given import whole
 from penstock.core.profile import Profile
 from penstock.planners.chain import LayerSums, straight_plan
-from penstock.planners.dapple_rows import Placed
+from penstock.planners.dapple_prefixes import Placed
 from penstock.planners.dapple_search import Search
 from penstock.planners.infeasible import Rule, least_need, shortage
 from penstock.planners.outcome import PlanOutcome

@@ -21,10 +21,8 @@ from penstock.core.cluster import Cluster
 from penstock.core.links import FloatArray
 from penstock.core.schedule import BoolArray, LongArray
 from penstock.planners.chain import LayerSums
-from penstock.planners.dapple_rows import Devices, Placed, PrefixRows
-from penstock.planners.dapple_teams import DeviceFigures, Teams, deep
-from penstock.planners.placement import Used, machines, placements, rest
-from penstock.planners.prefix import Prefix
+from penstock.planners.dapple_devices import DeviceFigures, Devices, Teams, Used, deep, machines, placements, rest
+from penstock.planners.dapple_prefixes import Placed, Prefix, PrefixRows
 
 WIDTH, FEWEST = 1024, 256
 AT_ONCE = 1 << 17  # entries of an array: small enough for the processor's own memory

@@ -78,7 +78,7 @@ def _straight(
 
 
 def _ranges(replicas: int) -> tuple[LongArray, LongArray]:
-    """Return replica counts as ranges, each of which costs the devices of its least and has the speed of its greatest."""
+    """Return replica counts as ranges: each costs the devices of its least and has the speed of its greatest."""
     if replicas <= MOST_EXACT:
         every = np.arange(1, replicas + 1)
         return every, every

@@ -16,7 +16,6 @@ from functools import partial
 from itertools import chain, product
 from math import comb, inf
 from random import Random
-from time import monotonic
 
 from penstock.core.cluster import Cluster
 from penstock.core.given import truth, whole
@@ -86,7 +85,7 @@ def search(
     free = replace(space, methods=tuple(method for method in space.methods if not method.cap) or capped)
     few = _count(free, sizes) <= FEW
     sizes = sizes if few else multiples(microbatches, fixed)
-    run = ScoredPlans(free, evaluate, monotonic(), inf if seconds is None else seconds, margin=margin)
+    run = ScoredPlans(free, evaluate, inf if seconds is None else seconds, margin=margin)
     bound = min(lower_bound(space.sized(k), cluster, space.methods, microbatches // k, replicas) for k in sizes)
     exact = _try_all(run, sizes, few)
     if capped and run.tight() and (run.best is None or not run.late()):

@@ -28,13 +28,15 @@ class ScoredPlans:
 
     space: SearchSpace
     evaluate: Evaluate
-    begun: float
     limit: float  # seconds
     scores: dict[Candidate, PlanScore] = field(default_factory=dict)
     best: Candidate | None = None
     seconds: float = inf
     left: int = CHANGES
     margin: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.begun = monotonic()
 
     def score(self, candidate: Candidate) -> float:
         """Return the seconds of a batch; infinite where the plan does not fit."""

@@ -1,11 +1,14 @@
-"""The first stages of a DAPPLE plan, summed up so that adding a stage to all of them is a few array operations.
+"""The first stages of DAPPLE plans, summed up so that adding a stage to all of them is a few array operations.
 
-With PB(s) the backward seconds before entry s of the extended list, L = g(Q) + E, where
+L = Tw + Ts + Te over an extended list, in which each transfer is an entry of its own between two stages: Tw, the
+warm-up, is the first forward down to the pivot Q; Ts, the steady phase, is M - 1 more pairs on Q; Te, the end, is the
+last backward up from Q and the all-reduces that hide behind it or do not. With PB(s) the backward seconds before entry
+s, L = g(Q) + E, where
 
     g(s) = sum of F + B up to s, and (M-1)(F_s + B_s);   the pivot Q is the last entry at which g is greatest
     E    = the greatest of AR_s - PB(s) for s <= Q, and of AR_s - PB(s) - B_s - B_Q for s > Q
 
-which is Tw + Ts + Te of latency.py, term by term, and grows from the front one entry at a time.
+which grows from the front one entry at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ import numpy as np
 
 from penstock.core.links import FloatArray
 from penstock.core.schedule import LongArray
+from penstock.planners.dapple_devices import Devices, Used
+
+Placed = list[tuple[int, Devices]]  # where each stage ends, and its devices
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,3 +74,40 @@ class Prefix:
     @classmethod
     def joined(cls, several: list[Prefix]) -> Prefix:
         return cls(*(np.concatenate(values) for values in zip(*(one.parts for one in several), strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixRows:
+    """Prefixes that use the same devices: end and last devices of each, and the prefix it was grown from."""
+
+    used: Used
+    ends: LongArray
+    sent: FloatArray  # bytes that its last stage sends on
+    devices: list[Devices]
+    parent: list[tuple[PrefixRows, int] | None]
+    sums: Prefix
+    scores: FloatArray  # L with the rest as one stage
+    bounds: FloatArray  # no plan that begins so has a smaller L
+
+    def pick(self, at: LongArray) -> PrefixRows:
+        devices, parents = [self.devices[i] for i in at], [self.parent[i] for i in at]
+        figures = (self.sums.pick(at), self.scores[at], self.bounds[at])
+        return PrefixRows(self.used, self.ends[at], self.sent[at], devices, parents, *figures)
+
+    @classmethod
+    def joined(cls, several: list[PrefixRows]) -> PrefixRows:
+        """Join the prefixes of one state that come from different parents."""
+        ends, sent, scores, bounds = (
+            np.concatenate([getattr(rows, name) for rows in several]) for name in ("ends", "sent", "scores", "bounds")
+        )
+        devices, parents = ([one for rows in several for one in getattr(rows, name)] for name in ("devices", "parent"))
+        sums = Prefix.joined([rows.sums for rows in several])
+        return cls(several[0].used, ends, sent, devices, parents, sums, scores, bounds)
+
+    def placed(self, row: int) -> Placed:
+        placed: Placed = []
+        rows, at = self, row
+        while rows.parent[at] is not None:
+            placed.append((int(rows.ends[at]), rows.devices[at]))
+            rows, at = rows.parent[at]  # type: ignore[misc]
+        return placed[::-1]
