@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from penstock import Pipeline, schedule, simulate
+from penstock.app import plain_runs
 from penstock.app.config_file import understood
 from penstock.app.named import look_in
 from penstock.app.outcome import Outcome, PlainRun, table
@@ -163,12 +164,47 @@ def test_the_plain_loop_divides_sums_by_their_weight():
 def test_timing_a_plain_process_counts_time_and_memory():
     before = torch.get_num_threads()
     try:
-        one, two = timed(task(), 2, [1, 2])
+        one, two = list(timed(task(), 2, [1, 2]))
     finally:
         torch.set_num_threads(before)
     assert (one["threads"], two["threads"]) == (1, 2)
     assert 0 < one["seconds"] < 10
     assert one["memory"] >= sum(p.numel() * 4 for p in task().model().parameters())
+
+
+WAITING = """
+import time
+import torch
+from torch import nn
+
+class Waiting(nn.Linear):
+    def forward(self, x):
+        if torch.get_num_threads() > 1:
+            time.sleep(1000)
+        return super().forward(x)
+
+def model():
+    return nn.Sequential(Waiting(2, 2), nn.Linear(2, 2))
+
+def data():
+    return [(torch.ones(4, 2), torch.ones(4, 2))]
+"""
+
+
+def test_a_plain_process_whose_threads_wait_for_each_other_is_given_up(tmp_path):
+    """On a machine that others kept busy, a step with two threads took minutes after the training was over."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    file = tmp_path / "waiting.toml"
+    file.write_text(
+        """
+        model.factory = "waiting:model"
+        data.factory = "waiting:data"
+        pipeline.stages = 1
+        training = {steps = 1, batch = 4, loss = "mse"}
+        """
+    )
+    (only,) = plain_runs._timed(Request(str(file)), 1, [1, 2])
+    assert only["threads"] == 1
 
 
 def text_of(shown, width=120):

@@ -1,6 +1,7 @@
 """The same training in one plain process: no stages, no schedule. What a pipeline is compared with.
 
-`python -m penstock.app.plain CONFIG` times some steps of it and prints what it found as JSON.
+`python -m penstock.app.plain CONFIG` times some steps of it and prints what it found as JSON, a line for each number of
+threads.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from penstock.model.loss import read_loss
 from penstock.model.mean_loss import Part, weight_of
 
 LONGEST = 15.0  # seconds to spend on one timing
+# More threads that take this many times as long were not alone on their cores: such a sample says nothing.
+DISTURBED = 1.5
+MORE = 2.0  # seconds that a timing with more threads may take beyond those of the first
 
 
 class Plain:
@@ -100,12 +104,12 @@ def _rows(value: Any) -> int:
     return max(map(_rows, parts), default=0)
 
 
-def timed(task: Task, steps: int, threads: list[int]) -> list[dict[str, float]]:
+def timed(task: Task, steps: int, threads: list[int]) -> Iterator[dict[str, float]]:
     """For some numbers of threads: median seconds of a step, one that warms up left out, and the most bytes: of
     weights, and of what training took beside them. Counted as a pipeline's ranks count theirs."""
-    plain, mark, found = Plain(task), PeakMemory(torch.device("cpu")), []
+    plain, peak = Plain(task), PeakMemory(torch.device("cpu"))
     weights = sum(parameter.numel() * parameter.element_size() for parameter in plain.model.parameters())
-    mark.begin()
+    peak.begin()
     for count in threads:
         torch.set_num_threads(count)
         seconds: list[float] = []
@@ -114,11 +118,10 @@ def timed(task: Task, steps: int, threads: list[int]) -> list[dict[str, float]]:
             plain.step(inputs, target)
             seconds.append(perf_counter() - begun)
             if len(seconds) == 1:
-                mark.restart()
+                peak.restart()
             elif sum(seconds) > LONGEST:
                 break
-        found.append({"threads": count, "seconds": median(seconds[1:]), "memory": weights + mark.added()})
-    return found
+        yield {"threads": count, "seconds": median(seconds[1:]), "memory": weights + peak.added()}
 
 
 def main() -> None:
@@ -131,7 +134,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     asked = parser.parse_args()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    print(json.dumps(timed(Request(asked.config, asked.changes).task(), asked.steps, asked.threads)))
+    task = Request(asked.config, asked.changes).task()
+    begun, limit = perf_counter(), None
+    for found in timed(task, asked.steps, asked.threads):
+        print(json.dumps(found), flush=True)
+        if limit is None:  # threads that wait for each other on busy cores can take minutes for a step
+            limit = threading.Timer(DISTURBED * (perf_counter() - begun) + MORE, os._exit, (0,))
+            limit.daemon = True
+            limit.start()
 
 
 def _end_with_parent() -> None:

@@ -9,12 +9,10 @@ import sys
 from dataclasses import replace
 
 from penstock.app.outcome import Outcome, PlainRun
+from penstock.app.plain import DISTURBED
 from penstock.app.start import Request
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-
-# More threads that take this many times as long were not alone on their cores: such a sample says nothing.
-DISTURBED = 1.5
 
 
 def plain_runs(outcome: Outcome, request: Request, steps: int) -> Outcome:
@@ -40,5 +38,4 @@ def _timed(request: Request, steps: int, threads: list[int]) -> list[dict[str, f
         assert process.stdout is not None
         said = process.stdout.read()
         ended: int = process.wait()
-    found: list[dict[str, float]] = [] if ended else json.loads(said.splitlines()[-1])
-    return found
+    return [] if ended else [json.loads(line) for line in said.splitlines() if line.startswith(b'{"threads": ')]
