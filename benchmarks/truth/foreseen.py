@@ -12,7 +12,7 @@ from benchmarks.workers.team import Team
 from penstock import Cluster, Plan, Profile, StagePlan, read_cluster, schedule
 from penstock.app.predict import predict
 from penstock.planners.balance import even_cells
-from penstock.planners.outcome import Outcome
+from penstock.planners.outcome import PlanOutcome
 from penstock.planners.prediction import Prediction
 from penstock.profiler.joined import joined
 
@@ -46,7 +46,7 @@ def plan(profile: Profile, name: str, microbatches: int) -> Plan:
 
 
 def foresee(profile: Profile, cluster: Cluster, name: str, microbatches: int) -> Prediction:
-    return predict(Outcome("balance", plan(profile, name, microbatches), profile, 0.0), cluster)
+    return predict(PlanOutcome("balance", plan(profile, name, microbatches), profile, 0.0), cluster)
 
 
 def write_plan(found: Prediction, file: Path) -> str:

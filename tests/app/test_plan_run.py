@@ -15,7 +15,7 @@ from penstock.app.plan_run import as_json, as_text, plan, plan_all, plan_command
 from penstock.app.plan_why import Moved, delay, slower, traffic
 from penstock.app.predict import predict
 from penstock.core.plan import Plan, StagePlan
-from penstock.planners.outcome import Outcome
+from penstock.planners.outcome import PlanOutcome
 from penstock.planners.registry import PLANNERS
 from planners.brute import random_profile
 
@@ -145,7 +145,7 @@ def test_replicas_that_take_turns_update_together():
     cluster = Cluster.uniform((Level("link", 4, 1e9),))
     stages, slots = (StagePlan(0, 0), StagePlan(1, 1)), (((0,), (1,)), ((2,), (3,)))
     made = Plan(stages, (0, 1), slots, "pipedream", 1)
-    assert delay(predict(Outcome("given", made, Profile(layers), 0.0), cluster)) == 1
+    assert delay(predict(PlanOutcome("given", made, Profile(layers), 0.0), cluster)) == 1
 
 
 def test_methods_whose_plans_are_asynchronous_are_compared_when_asked_for(files):

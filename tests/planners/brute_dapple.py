@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import inf
 
 from penstock.core.group_costs import group_all_reduce, group_transfer
-from penstock.planners.latency import latency
-from penstock.planners.placement import machines, placements, rest
+from penstock.planners.dapple_devices import machines, placements, rest
+from planners.latency import latency
 
 
 def price(profile, cluster, microbatches, placed):

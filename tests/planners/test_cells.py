@@ -8,8 +8,7 @@ from statistics import pvariance
 import pytest
 
 from penstock import Cluster, InputError, Layer, Level, Profile
-from penstock.planners.balance import balance
-from penstock.planners.gpipe import gpipe
+from penstock.planners.balance import balance, gpipe
 from planners.brute import all_cells, random_profile
 
 

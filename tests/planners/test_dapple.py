@@ -16,11 +16,11 @@ from penstock.planners import dapple_search
 from penstock.planners.balance import balance
 from penstock.planners.chain import straight_plan
 from penstock.planners.dapple import dapple
-from penstock.planners.latency import latency
-from penstock.planners.placement import placements, rest
+from penstock.planners.dapple_devices import placements, rest
 from penstock.planners.scaled import scaled
 from planners.brute import random_profile
 from planners.brute_dapple import exhaustive, price, recursion
+from planners.latency import latency
 from planners.published_profiles import needs_profiles, published
 
 

@@ -17,7 +17,7 @@ from penstock.app.predict import predict
 from penstock.app.score import Scorer
 from penstock.core.plan import Plan, StagePlan
 from penstock.core.profile import PerStage
-from penstock.planners.outcome import Outcome
+from penstock.planners.outcome import PlanOutcome
 from penstock.planners.search import labels
 from penstock.planners.search.bound import lower_bound
 from penstock.planners.search.find import search
@@ -52,7 +52,7 @@ def every_straight(profile, devices, schedule, m, options=()):
 
 
 def seconds_of(plan, profile, cluster):
-    return predict(Outcome("brute", plan, profile, 0.0), cluster).step_seconds
+    return predict(PlanOutcome("brute", plan, profile, 0.0), cluster).step_seconds
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -120,7 +120,7 @@ def test_two_replicas_stand_for_all(seed):
     one = replace(one, stages=tuple(moded))
     folded, whole = Scorer(cluster)(one, profile), Scorer(cluster, folding=False)(one, profile)
     assert folded.seconds == pytest.approx(whole.seconds, rel=1e-12)
-    assert folded.short == pytest.approx(whole.short, rel=1e-9)
+    assert folded.missing == pytest.approx(whole.missing, rel=1e-9)
     assert whole.seconds == pytest.approx(seconds_of(one, profile, cluster), rel=1e-12)
 
 
@@ -134,7 +134,7 @@ def test_two_slots_stand_for_all_where_a_rank_has_two_stages(replicas):
     one = Plan(stages, (0, 1, 0, 1), devices, "interleaved", 4)
     folded, whole = Scorer(cluster)(one, profile), Scorer(cluster, folding=False)(one, profile)
     assert folded.seconds == pytest.approx(whole.seconds, rel=1e-12)
-    assert folded.short == pytest.approx(whole.short, rel=1e-9)
+    assert folded.missing == pytest.approx(whole.missing, rel=1e-9)
 
 
 def test_a_method_that_cannot_win_is_glanced_at_and_told_of():
@@ -340,7 +340,7 @@ def test_a_plan_is_found_though_what_was_found_in_a_hurry_does_not_fit():
     judge = Scorer(cluster)
 
     def evaluate(plan, profile):
-        return judge(plan, profile)._replace(short=float(plan.ranks < 3))
+        return judge(plan, profile)._replace(missing=float(plan.ranks < 3))
 
     found = search(layered(24), cluster, microbatches=8, evaluate=evaluate, seconds=0.0)
     assert found.stopped
@@ -351,7 +351,7 @@ def test_half_of_the_time_is_for_the_simulator(monkeypatch):
     """Where a depth of a programme takes a second: what has been found by then is looked at, not one plan alone."""
     depths, fill = [], labels._fill
     monkeypatch.setattr(labels, "_fill", lambda *given: (depths.append(1), fill(*given)))
-    monkeypatch.setattr("penstock.planners.search.find.monotonic", lambda: len(depths))
+    monkeypatch.setattr("penstock.planners.search.scored.monotonic", lambda: len(depths))
     cluster = Cluster.uniform((Level("inside", 8, 300e9), Level("between", 4, 25e9)), Device("d", 80e9))
     found = search(layered(24, 4e8, 3e8), cluster, microbatches=64, evaluate=Scorer(cluster), seconds=40)
     assert found.stopped

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock import Cluster, Layer, Level, Profile, schedule, simulate
 from penstock.app.predict import predict
 from penstock.core.plan import Plan, StagePlan
-from penstock.planners.outcome import Outcome
+from penstock.planners.outcome import PlanOutcome
 from penstock.simulator.uneven import uneven_makespan
 
 NAMES = ("gpipe", "1f1b", "zb-h1")
@@ -54,7 +54,7 @@ def test_a_profile_says_how_uneven_and_plans_are_predicted_by_that(name):
     plan = Plan(stages, shape.placement, tuple(((rank,),) for rank in range(2)), name, 8)
     cluster = Cluster.uniform((Level("link", 2, 1e9),))
     even, uneven = (
-        predict(Outcome("balance", plan, Profile(layers, jitter=jitter), 0.0), cluster) for jitter in (0.0, 0.2)
+        predict(PlanOutcome("balance", plan, Profile(layers, jitter=jitter), 0.0), cluster) for jitter in (0.0, 0.2)
     )
     assert 1.01 < uneven.step_seconds / even.step_seconds < 1.3
     np.testing.assert_array_equal(uneven.timeline.end, even.timeline.end)  # actions at their means

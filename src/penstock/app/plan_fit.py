@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from penstock.app.predict import predict
+from penstock.planners.infeasible import enough
 from penstock.planners.prediction import Prediction
 from penstock.planners.scaled import scaled
-from penstock.planners.short import enough
 
 
 @dataclass(frozen=True)

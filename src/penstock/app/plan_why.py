@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from penstock.app.predict import predict
 from penstock.core.action import Op
 from penstock.core.plan import Plan
-from penstock.planners.outcome import Outcome
+from penstock.planners.outcome import PlanOutcome, Runner, Searched
 from penstock.planners.prediction import Prediction
-from penstock.planners.search.find import Runner, Searched
 from penstock.simulator.breakdown import breakdown
 
 MOST = 6  # runners-up that are looked into
@@ -78,7 +77,7 @@ def runners_up(found: Prediction) -> list[Loss]:
 def _runner_up(found: Prediction, outcome: Searched, runner: Runner) -> Loss:
     if is_large(runner.plan):  # its seconds are known, and more would not be told
         return Loss(runner.method, runner.plan, runner.seconds, runner.seconds / outcome.seconds - 1, ())
-    other = predict(Outcome("search", runner.plan, runner.profile, runner.seconds), found.cluster)
+    other = predict(PlanOutcome("search", runner.plan, runner.profile, runner.seconds), found.cluster)
     return slower(found, other, runner.method)
 
 

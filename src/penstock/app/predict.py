@@ -9,14 +9,14 @@ from penstock.core.cluster import Cluster
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.timeline import Timeline
-from penstock.planners.outcome import Outcome
+from penstock.planners.outcome import PlanOutcome
 from penstock.planners.prediction import Prediction
 from penstock.schedules.registry import METHODS, schedule
 from penstock.simulator.simulate import simulate
 from penstock.simulator.uneven import uneven_makespan
 
 
-def predict(outcome: Outcome, cluster: Cluster) -> Prediction:
+def predict(outcome: PlanOutcome, cluster: Cluster) -> Prediction:
     """Simulate one step of a synchronous plan; of an asynchronous one, enough mini-batches to tell their pace."""
     plan, profile = outcome.plan, outcome.profile
     if not METHODS[plan.schedule].asynchronous:

@@ -13,7 +13,7 @@ from penstock.core.peaks import peaks
 from penstock.core.plan import Plan
 from penstock.core.profile import Profile
 from penstock.core.timeline import Timeline
-from penstock.planners.search.find import Scored
+from penstock.planners.outcome import PlanScore
 from penstock.schedules.registry import METHODS
 from penstock.simulator.simulate import clock
 
@@ -24,7 +24,7 @@ class Scorer:
     def __init__(self, cluster: Cluster, folding: bool = True) -> None:
         self.cluster, self.folding, self.proofs = cluster, folding, Proofs()
 
-    def __call__(self, plan: Plan, profile: Profile) -> Scored:
+    def __call__(self, plan: Plan, profile: Profile) -> PlanScore:
         turns = METHODS[plan.schedule].asynchronous and plan.schedule != "2bw"
         whole = max(plan.replicas) > 1 and (turns or not self.folding)
         lines = [self._run(plan, profile, batches, whole) for batches in self._batches(plan)]
@@ -36,7 +36,7 @@ class Scorer:
         held = peaks(longest, costs)
         ranks = [min(self.cluster.devices[d].memory for slot in rank for d in slot) for rank in plan.devices]
         rooms = np.array(ranks)[longest.shape.slot_rank]
-        return Scored(float(seconds), float((held - rooms - 1e-6 * held).max()))
+        return PlanScore(float(seconds), float((held - rooms - 1e-6 * held).max()))
 
     def _batches(self, plan: Plan) -> tuple[int, ...]:
         if not METHODS[plan.schedule].asynchronous:

@@ -32,11 +32,12 @@ class Kernel:
         self.__doc__ = function.__doc__
 
     def __call__(self, size: int, *arguments: Any) -> Any:
-        if self._compiled is None:
-            self._rows += size
-            if self._rows < COMPILE_FROM:
-                with np.errstate(all="ignore"):  # as compiled code, which gives no warnings
-                    return self.plain(*arguments)
+        if self._compiled is not None:
+            return self._compiled(*arguments)
+        self._rows += size
+        if self._rows < COMPILE_FROM:
+            with np.errstate(all="ignore"):  # as compiled code, which gives no warnings
+                return self.plain(*arguments)
         return self.compiled(*arguments)
 
     @property
@@ -52,23 +53,28 @@ def kernel(function: Callable[..., Any]) -> Kernel:
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a plain function that kernels of the same file call, to compile it with them."""
+    """Mark a plain function that kernels of the same file call, to compile it with them.
+
+    It may take arrays, and named tuples of arrays, but must not allocate anything.
+    """
     function.__penstock_helper__ = True  # type: ignore[attr-defined]
     return function
 
 
-def _compile(function: Any, inline: str = "never") -> Callable[..., Any]:
+def _compile(function: Any, **more: Any) -> Callable[..., Any]:
     """Compile a function and the helpers it calls. The compiled code is cached on disk where that is possible."""
     import numba
 
     scope = dict(function.__globals__)
     for name in function.__code__.co_names:
         if getattr(scope.get(name), "__penstock_helper__", False):
-            scope[name] = _compile(scope[name], inline="always")  # a call would count references to every array
+            # Counting references to every array of a named tuple at each call would take most of a kernel's time; the
+            # kernel holds them all while it runs. Numba's own inlining would count them too.
+            scope[name] = _compile(scope[name], forceinline=True, _nrt=False)
     linked = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     linked.__module__, linked.__qualname__ = function.__module__, function.__qualname__
     # Kernels never divide by zero; numpy's error model omits the check.
-    options: dict[str, Any] = {"inline": inline, "error_model": "numpy"}
+    options: dict[str, Any] = {"error_model": "numpy", **more}
     compiled: Callable[..., Any]
     try:
         compiled = numba.njit(cache=True, **options)(linked)  # beside the source, else in the user's cache directory

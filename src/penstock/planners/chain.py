@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,20 +13,19 @@ from penstock.core.plan import Plan, StagePlan
 from penstock.core.profile import Profile
 
 
-@dataclass(frozen=True, eq=False)
-class Chain:
-    """Entry j of each array is the sum over layers 0 to j - 1; `cut[j]` is the bytes that pass between j - 1 and j."""
+class LayerSums(NamedTuple):
+    """Sums over the layers in front: entry j of an array is that of layers 0 to j - 1."""
 
     forward: FloatArray
     backward: FloatArray
     parameters: FloatArray
     standing: FloatArray  # bytes that stay: weights, buffers, gradients, optimizer
     kept: FloatArray
-    cut: FloatArray
+    cut: FloatArray  # [j]: bytes that pass between layers j - 1 and j
     sent: FloatArray  # [i, j]: bytes that a stage of layers i to j - 1 sends on; what passes it by has its own links
 
     @classmethod
-    def of(cls, profile: Profile, speed: float = 1.0) -> Chain:
+    def of(cls, profile: Profile, speed: float = 1.0) -> LayerSums:
         layers = profile.layers
         return cls(
             forward=_sums([layer.forward / speed for layer in layers]),
@@ -48,7 +47,7 @@ def _sums(values: Sequence[float]) -> FloatArray:
 
 
 def _crossing(profile: Profile) -> FloatArray:
-    """Each output crosses every cut between its layer and the last one that uses it, once."""
+    """Return the bytes that cross every cut: an output crosses all up to the last layer that uses it."""
     steps = np.zeros(len(profile.layers) + 2)
     for one in profile.outputs:
         steps[one.source + 1] += one.bytes
@@ -73,7 +72,10 @@ def straight_plan(
     recompute: bool = False,
     options: tuple[tuple[str, object], ...] = (),
 ) -> Plan:
-    """One stage a rank: stage s has layers bounds[s] to bounds[s + 1] - 1, and one replica on each of devices[s]."""
+    """Return a plan of one stage a rank.
+
+    Stage s has layers bounds[s] to bounds[s + 1] - 1, and one replica on each of devices[s].
+    """
     stages = tuple(StagePlan(a, b - 1, recompute) for a, b in pairwise(bounds))
-    slots = tuple(tuple((int(device),) for device in mine) for mine in devices)
+    slots = tuple(tuple((int(device),) for device in rank) for rank in devices)
     return Plan(stages, tuple(range(len(stages))), slots, schedule, microbatches, options=options)

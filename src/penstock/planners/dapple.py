@@ -16,21 +16,21 @@ from math import inf
 from penstock.core.cluster import Cluster
 from penstock.core.profile import Profile
 from penstock.core.validation import whole
-from penstock.planners.chain import Chain, straight_plan
-from penstock.planners.dapple_rows import Placed
+from penstock.planners.chain import LayerSums, straight_plan
+from penstock.planners.dapple_prefixes import Placed
 from penstock.planners.dapple_search import Search
-from penstock.planners.outcome import Outcome
-from penstock.planners.short import Rule, least_need, shortage
+from penstock.planners.infeasible import Rule, least_need, shortage
+from penstock.planners.outcome import PlanOutcome
 
 
 def dapple(
     profile: Profile, cluster: Cluster, *, microbatches: int, keep: int | None = 32, policy: str = "pa"
-) -> Outcome:
+) -> PlanOutcome:
     """Minimise L for so many micro-batches of the profile's size; `policy` is the schedule's."""
     whole("microbatches", microbatches)
     if keep is not None:
         whole("keep", keep)
-    chain = Chain.of(profile)
+    chain = LayerSums.of(profile)
     search = Search(chain, cluster, microbatches, keep)
     search.run()
     if search.plan is None:
@@ -41,13 +41,13 @@ def dapple(
     cap = _live(chain, cluster, search.plan)
     if cap < len(search.plan):
         options.insert(0, ("cap", cap))
-    devices = [mine for _, mine in search.plan]
+    devices = [placed for _, placed in search.plan]
     plan = straight_plan(bounds, devices, "dapple", microbatches, options=tuple(options))
-    return Outcome("dapple", plan, profile, search.best)
+    return PlanOutcome("dapple", plan, profile, search.best)
 
 
-def _live(chain: Chain, cluster: Cluster, placed: Placed) -> int:
-    """D: the micro-batches whose activations every stage has room for."""
+def _live(chain: LayerSums, cluster: Cluster, placed: Placed) -> int:
+    """Return D, the micro-batches whose activations every stage has room for."""
     most, first = inf, 0
     for last, devices in placed:
         room = min(cluster.devices[d].memory for d in devices) - (chain.standing[last] - chain.standing[first])

@@ -38,13 +38,13 @@ class Ideals:
 
     @classmethod
     def over(cls, profile: Profile, masks: list[int]) -> Ideals:
-        """The sums over given states."""
+        """Return the sums over given states."""
         member = _members(masks, len(profile.layers))
         layers = profile.layers
 
         def total(values: list[float]) -> FloatArray:
-            found: FloatArray = member @ np.array(values)
-            return found
+            sums: FloatArray = member @ np.array(values)
+            return sums
 
         return cls(
             profile,
@@ -61,7 +61,7 @@ class Ideals:
         return len(self.masks)
 
     def arrange(self, cuts: list[int]) -> tuple[Profile, list[int]]:
-        """The profile in an order that makes every stage a run of layers, and where the stages begin and end.
+        """Return the profile in an order that makes every stage a run of layers, and where the stages begin and end.
 
         `cuts` are the states between the stages, the empty and the whole one included. Layers that are in no state
         cost nothing: data goes where it is first used, an unused output stays where it is made.
@@ -88,7 +88,7 @@ def _free(profile: Profile, layer: int) -> bool:
 
 
 def _data(profile: Profile) -> set[int]:
-    """Layers that cost nothing, hand on nothing that must travel, and that at most others such feed: the inputs."""
+    """Return the inputs: layers that cost nothing, send nothing, and read at most from other such layers."""
     feeders: dict[int, set[int]] = {}
     for a, b in profile.edges:
         feeders.setdefault(b, set()).add(a)
@@ -101,7 +101,7 @@ def _data(profile: Profile) -> set[int]:
 
 
 def _core(profile: Profile) -> set[int]:
-    """The layers that a cut can tell apart: all but data and outputs that cost nothing and nobody uses."""
+    """Return the layers that a cut can tell apart: all but data and outputs that cost nothing and nobody uses."""
     used = {a for a, _ in profile.edges}
     layers = set(range(len(profile.layers)))
     core = layers - _data(profile) - {x for x in layers if x not in used and _free(profile, x)}
@@ -109,13 +109,13 @@ def _core(profile: Profile) -> set[int]:
 
 
 def _grow(profile: Profile, core: set[int]) -> list[int]:
-    """Every ideal of the core's graph, found by adding one layer at a time; smaller ones first."""
+    """Return every ideal of the core's graph, made by adding one layer at a time; smaller ones first."""
     needs, after = dict.fromkeys(core, 0), {x: set[int]() for x in core}
     for a, b in profile.edges:
         if a in core and b in core:
             needs[b] |= 1 << a
             after[a].add(b)
-    found: list[int] = [0]
+    ideals: list[int] = [0]
     level = {0: {x for x in core if not needs[x]}}  # sets of one size, and the layers that each can grow by
     for size in range(1, len(core) + 1):
         grown: dict[int, set[int]] = {}
@@ -124,19 +124,19 @@ def _grow(profile: Profile, core: set[int]) -> list[int]:
                 more = mask | 1 << x
                 if more not in grown:
                     grown[more] = ready - {x} | {y for y in after[x] if needs[y] & ~more == 0}
-        found += sorted(grown)
+        ideals += sorted(grown)
         level = grown
-        if len(found) > MOST_STATES:
+        if len(ideals) > MOST_STATES:
             raise InputError(
                 f"a graph with at most {MOST_STATES} states (sets of layers that a cut can follow)",
                 f"more, within its first {size} layers",
                 "join the layers of parallel branches, or pass graph='chain' to cut along the profile's order only",
             )
-    return found
+    return ideals
 
 
 def prefixes(profile: Profile) -> list[int]:
-    """The states of a graph that is cut along the profile's order only."""
+    """Return the states of a graph that is cut along the profile's order only."""
     return [(1 << count) - 1 for count in range(len(profile.layers) + 1)]
 
 
@@ -149,12 +149,12 @@ def _members(masks: list[int], layers: int) -> FloatArray:
 
 
 def _leaving(profile: Profile, member: FloatArray) -> FloatArray:
-    """Bytes of the outputs that some layer outside the state uses; one that is in no state stays where it is fed."""
-    found, counted = np.zeros(len(member)), member[-1] > 0
+    """Return the bytes of outputs that some layer outside the state uses; a layer in no state is with its sources."""
+    leaving, counted = np.zeros(len(member)), member[-1] > 0
     for one in profile.outputs:
         readers = [reader for reader in one.readers if counted[reader]]
-        found += one.bytes * ((member[:, one.source] > 0) & (member[:, readers] == 0).any(axis=1))
-    return found
+        leaving += one.bytes * ((member[:, one.source] > 0) & (member[:, readers] == 0).any(axis=1))
+    return leaving
 
 
 def _inclusion(member: FloatArray) -> BoolArray:

@@ -34,7 +34,7 @@ def require_constant(name: object) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Rung:
+class LevelTables:
     """Components of the level below (devices at the lowest), joined as `link` says.
 
     A table is asked for with `ahead`: how many mini-batches its whole pipeline must keep in flight for each that the
@@ -43,11 +43,11 @@ class Rung:
 
     ideals: Ideals
     link: Level
-    under: Rung | None
+    under: LevelTables | None
     seconds: FloatArray  # of every pair of states
     fits: LongArray | None  # most mini-batches in flight that the memory of a device allows for a pair; None: any
     constant: str
-    known: dict[int, Inputs] = field(default_factory=dict)  # by `ahead`: the lower levels are worked out once
+    inputs_of: dict[int, Inputs] = field(default_factory=dict)  # by `ahead`: the lower levels are worked out once
 
     @cached_property
     def rates(self) -> FloatArray:
@@ -55,7 +55,7 @@ class Rung:
         return np.array([0.0] + [factor(m) / self.link.reduce_rate(m) for m in range(1, self.link.size + 1)])
 
     def depth(self, ahead: int) -> LongArray:
-        """[m, m']: mini-batches in flight on the last m' of the first m components, ceil of what is left over m'."""
+        """Return [m, m']: mini-batches in flight on the last m' of the first m components."""
         n = self.link.size
         depth = np.ones((n + 1, n + 1), dtype=np.int64)
         if self.fits is not None:
@@ -65,9 +65,9 @@ class Rung:
         return depth
 
     def inputs(self, ahead: int) -> Inputs:
-        if ahead not in self.known:
-            self.known[ahead] = self._inputs(ahead)
-        return self.known[ahead]
+        if ahead not in self.inputs_of:
+            self.inputs_of[ahead] = self._inputs(ahead)
+        return self.inputs_of[ahead]
 
     def _inputs(self, ahead: int) -> Inputs:
         n, depth = len(self.ideals), self.depth(ahead)
@@ -80,13 +80,13 @@ class Rung:
         base = np.stack([self.under.whole(int(d)) for d in used])
         return base, which, np.full((n, n), UNBOUNDED, dtype=np.int64)
 
-    def table(self, start: int, ahead: int, of: int = 1) -> Table:
-        """The kernel's answer for all that begins at a state, one of so many that are asked for."""
+    def table(self, start: int, ahead: int, tables: int = 1) -> Table:
+        """Return the kernel's tables for all that begins at a state; `tables` is how many are asked for in all."""
         ideals, width = self.ideals, self.link.size + 1
         best = np.full((len(ideals), width), np.inf)
         split, taken = np.zeros((2, len(ideals), width), dtype=np.int64)
         from_state(
-            of * len(ideals) ** 2 * self.link.size**2 // 50,  # so many inner steps cost about one row of a simulation
+            tables * len(ideals) ** 2 * self.link.size**2 // 50,  # 50 inner steps cost about one simulated row
             *(start, ideals.below, *self.inputs(ahead), self.depth(ahead)),
             *(ideals.parameters, self.rates, CONSTANTS[self.constant][1], 2 * ideals.cut / self.link.bandwidth),
             *(best, split, taken),
@@ -94,6 +94,6 @@ class Rung:
         return best, split, taken
 
     def whole(self, ahead: int) -> FloatArray:
-        """A(i->j, all components) for every pair of states."""
+        """Return A(i->j, all components) for every pair of states."""
         states = len(self.ideals)
-        return np.stack([self.table(i, ahead, of=states)[0][:, -1] for i in range(states)])
+        return np.stack([self.table(i, ahead, tables=states)[0][:, -1] for i in range(states)])

@@ -21,15 +21,15 @@ from penstock.core.validation import truth
 from penstock.errors import InputError
 from penstock.planners.chain import straight_plan
 from penstock.planners.ideals import Ideals
-from penstock.planners.levels import UNBOUNDED, Rung, Table, require_constant
-from penstock.planners.outcome import Outcome, least_memory, slowest
-from penstock.planners.short import Rule, least_need, shortage
+from penstock.planners.infeasible import Rule, least_need, shortage
+from penstock.planners.levels import UNBOUNDED, LevelTables, Table, require_constant
+from penstock.planners.outcome import PlanOutcome, least_memory, slowest
 
 GRAPHS = ("branching", "chain")
 
 
 @dataclass(frozen=True)
-class Found:
+class UnfoldedStage:
     """A stage: the states it lies between, and its devices counted from the first of its component."""
 
     before: int
@@ -39,7 +39,7 @@ class Found:
 
 def pipedream(
     profile: Profile, cluster: Cluster, *, constant: str = "paper", graph: str = "branching", memory: bool = True
-) -> Outcome:
+) -> PlanOutcome:
     """Minimise the seconds between two mini-batches of the steady state.
 
     `constant` chooses the reduction's term: "paper", "text" or "code". `graph="chain"` cuts along the profile's order
@@ -50,7 +50,7 @@ def pipedream(
         raise InputError(f"graph to be {' or '.join(GRAPHS)}", repr(graph), "choose one of them")
     ideals = Ideals.of(profile, chain=graph == "chain")
     limit = least_memory(cluster) if truth("memory", memory) else inf
-    top = _rungs(ideals, cluster, limit, constant)
+    top = _levels(ideals, cluster, limit, constant)
     end = len(ideals) - 1
     table = top.table(0, 1)
     best = float(table[0][end, -1])
@@ -60,23 +60,23 @@ def pipedream(
     stages = _unfold(top, table, end, 1)
     ordered, bounds = ideals.arrange([0, *(stage.after for stage in stages)])
     plan = straight_plan(bounds, [stage.devices for stage in stages], "pipedream", 1)
-    return Outcome("pipedream", plan, ordered, best)
+    return PlanOutcome("pipedream", plan, ordered, best)
 
 
-def _rungs(ideals: Ideals, cluster: Cluster, limit: float, constant: str) -> Rung:
-    """The levels that join more than one component, innermost first; returns the outermost."""
+def _levels(ideals: Ideals, cluster: Cluster, limit: float, constant: str) -> LevelTables:
+    """Make the tables of the levels that join more than one component, innermost first; returns the outermost."""
     seconds = (ideals.seconds[None, :] - ideals.seconds[:, None]) / slowest(cluster)
     fits = None if limit == inf else _most_in_flight(ideals, limit)
     levels = [level for level in cluster.levels if level.size > 1] or [Level("alone", 1, 1.0)]
-    rung: Rung | None = None
+    tables: LevelTables | None = None
     for level in levels:
-        rung = Rung(ideals, level, rung, seconds, fits, constant)
-    assert rung is not None
-    return rung
+        tables = LevelTables(ideals, level, tables, seconds, fits, constant)
+    assert tables is not None
+    return tables
 
 
 def _most_in_flight(ideals: Ideals, limit: float) -> LongArray:
-    """How many mini-batches a device may keep in flight for the layers between two states."""
+    """Return how many mini-batches a device may keep in flight for the layers between two states."""
     room = limit - (ideals.standing[None, :] - ideals.standing[:, None])
     each = ideals.version[None, :] - ideals.version[:, None]
     slack = 1e-9 * limit  # sums of bytes are not exact
@@ -84,29 +84,29 @@ def _most_in_flight(ideals: Ideals, limit: float) -> LongArray:
     return np.clip(most, 0, UNBOUNDED).astype(np.int64)
 
 
-def _unfold(rung: Rung, table: Table, end: int, ahead: int) -> list[Found]:
-    """The stages of the best pipeline over all components of a rung, in model order."""
+def _unfold(tables: LevelTables, table: Table, end: int, ahead: int) -> list[UnfoldedStage]:
+    """The stages of the best pipeline over all components of a tables, in model order."""
     _, split, taken = table
-    depth, found = rung.depth(ahead), []
-    size = _devices_of(rung.under)
-    last, m = end, rung.link.size
+    depth, stages = tables.depth(ahead), []
+    size = _devices_of(tables.under)
+    last, m = end, tables.link.size
     while m:
         before, count = (int(choice[last, m]) for choice in (split, taken))
-        inner = [Found(before, last, (0,))]
-        if rung.under is not None:
+        inner = [UnfoldedStage(before, last, (0,))]
+        if tables.under is not None:
             below = int(depth[m, count])
-            inner = _unfold(rung.under, rung.under.table(before, below), last, below)
+            inner = _unfold(tables.under, tables.under.table(before, below), last, below)
         firsts = [size * component for component in range(m - count, m)]
         for stage in reversed(inner):
             devices = tuple(first + device for first in firsts for device in stage.devices)
-            found.append(Found(stage.before, stage.after, devices))
+            stages.append(UnfoldedStage(stage.before, stage.after, devices))
         last, m = before, m - count
-    return found[::-1]
+    return stages[::-1]
 
 
-def _devices_of(rung: Rung | None) -> int:
+def _devices_of(tables: LevelTables | None) -> int:
     sizes = []
-    while rung is not None:
-        sizes.append(rung.link.size)
-        rung = rung.under
+    while tables is not None:
+        sizes.append(tables.link.size)
+        tables = tables.under
     return prod(sizes)

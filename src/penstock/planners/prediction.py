@@ -11,7 +11,7 @@ from penstock.core.cluster import Cluster
 from penstock.core.cost import Costs
 from penstock.core.plan import Plan
 from penstock.core.timeline import Timeline
-from penstock.planners.outcome import Outcome
+from penstock.planners.outcome import PlanOutcome
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Prediction:
     profile's.
     """
 
-    outcome: Outcome
+    outcome: PlanOutcome
     cluster: Cluster
     timeline: Timeline
     step_seconds: float

@@ -10,12 +10,11 @@ from typing import Any
 from penstock.core.cluster import Cluster
 from penstock.core.profile import Profile
 from penstock.errors import InputError
-from penstock.planners.balance import balance
+from penstock.planners.balance import balance, gpipe
 from penstock.planners.dapple import dapple
-from penstock.planners.gpipe import gpipe
-from penstock.planners.outcome import Outcome
+from penstock.planners.outcome import Evaluate, PlanOutcome
 from penstock.planners.pipedream import pipedream
-from penstock.planners.search.find import Evaluate, search
+from penstock.planners.search.find import search
 from penstock.planners.two_bw import two_bw
 
 
@@ -24,10 +23,10 @@ class Planner:
     """One method: whether it decides for a number of micro-batches, and the options it takes besides."""
 
     name: str
-    find: Callable[..., Outcome]
+    find: Callable[..., PlanOutcome]
     summary: str
     batched: bool = True
-    scored: bool = False  # by a simulator, which the caller hands in as `evaluate` and `confirm`
+    scored: bool = False  # by a simulator, which the caller passes as `evaluate` and `confirm`
     asynchronous: bool = False  # its plans have no flush, and train with weights that are some updates old
     options: tuple[str, ...] = ()
 
@@ -77,8 +76,8 @@ def find_plan(
     microbatches: int,
     judges: Mapping[str, Evaluate] | None = None,
     **options: Any,
-) -> Outcome:
-    """The plan of a named method, for a batch of so many micro-batches of the profile's size.
+) -> PlanOutcome:
+    """Return the plan of a named method, for a batch of so many micro-batches of the profile's size.
 
     `judges` are `evaluate` and `confirm`, for a method that is scored.
     """
@@ -89,8 +88,8 @@ def find_plan(
     planner = PLANNERS[method]
     unknown = sorted(set(options) - set(planner.options))
     if unknown:
-        known = ", ".join(planner.options) or "none"
-        raise InputError(f"options that {method} has ({known})", ", ".join(unknown), "leave the others out")
+        options_of = ", ".join(planner.options) or "none"
+        raise InputError(f"options that {method} has ({options_of})", ", ".join(unknown), "leave the others out")
     given: dict[str, Any] = {"microbatches": microbatches} if planner.batched else {}
     if planner.scored:
         given |= judges or {}

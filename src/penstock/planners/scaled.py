@@ -13,7 +13,7 @@ BY_ROWS = (
 
 
 def scaled(profile: Profile, samples: int) -> Profile:
-    """A profile of so many rows. Small micro-batches use a device worse than this says: profile near what will run."""
+    """Return a profile of so many rows, in proportion; small micro-batches use a device worse than that."""
     if samples < 1:
         raise InputError("a micro-batch of at least 1 row", samples, "ask for more")
     if samples == profile.samples:

@@ -24,10 +24,10 @@ from penstock.core.group_costs import group_all_reduce, group_transfer
 from penstock.core.profile import Profile
 from penstock.core.validation import whole
 from penstock.planners.balance import even_cells
-from penstock.planners.chain import Chain, straight_plan
-from penstock.planners.outcome import Outcome, least_memory, slowest
+from penstock.planners.chain import LayerSums, straight_plan
+from penstock.planners.infeasible import Need, shortage
+from penstock.planners.outcome import PlanOutcome, least_memory, slowest
 from penstock.planners.scaled import scaled
-from penstock.planners.short import Need, shortage
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Choice:
         return [[s * w + r if self.by_stage else r * d + s for r in range(w)] for s in range(d)]
 
 
-def two_bw(profile: Profile, cluster: Cluster, *, microbatches: int) -> Outcome:
+def two_bw(profile: Profile, cluster: Cluster, *, microbatches: int) -> PlanOutcome:
     """Maximise rows a second for a batch of so many micro-batches of the profile's size.
 
     The plan's micro-batches may be larger than the profile's: the outcome's profile is of their size, all replicas
     together. `seconds` is what one of them takes in the steady state.
     """
     whole("microbatches", microbatches)
-    chain = Chain.of(profile, slowest(cluster))
+    chain = LayerSums.of(profile, slowest(cluster))
     room = least_memory(cluster)
     best: Choice | None = None
     pace = 0.0
@@ -71,20 +71,20 @@ def two_bw(profile: Profile, cluster: Cluster, *, microbatches: int) -> Outcome:
         raise shortage(profile, cluster, partial(_need, batch))
     whole_batch = scaled(profile, profile.samples * best.times * best.width)
     plan = straight_plan(best.bounds, best.devices, "2bw", best.steps, best.recompute)
-    return Outcome("2bw", plan, whole_batch, best.times * best.width / pace)
+    return PlanOutcome("2bw", plan, whole_batch, best.times * best.width / pace)
 
 
 def _need(batch: int, profile: Profile, devices: int) -> Need:
-    """The least memory of any choice, for a batch of so many rows."""
-    chain = Chain.of(profile)
+    """Return the least memory of any choice, for a batch of so many rows."""
+    chain = LayerSums.of(profile)
     every = choices(chain, devices, max(1, batch // profile.samples))
     least = min(every, key=lambda choice: memory(choice, chain))
     again = ", recomputed" if least.recompute else ""
     return Need(memory(least, chain), f"with {least.depth} stage(s) of {least.width} device(s){again} and two versions")
 
 
-def choices(chain: Chain, devices: int, microbatches: int) -> Iterator[Choice]:
-    """Every combination that makes whole micro-batches, at least as many as stages."""
+def choices(chain: LayerSums, devices: int, microbatches: int) -> Iterator[Choice]:
+    """Yield every combination that makes whole micro-batches, at least as many as stages."""
     costs = np.diff(chain.forward + chain.backward)
     for depth in range(1, min(devices, chain.layers) + 1):
         bounds = tuple(even_cells(costs.tolist(), depth)[0])
@@ -94,14 +94,14 @@ def choices(chain: Chain, devices: int, microbatches: int) -> Iterator[Choice]:
             each = microbatches // width
             for times in (b for b in range(1, each // depth + 1) if each % b == 0):
                 for recompute in (False, True):
-                    made = partial(Choice, width, bounds, times, each // times, recompute)
-                    yield made(by_stage=True)
+                    choice = partial(Choice, width, bounds, times, each // times, recompute)
+                    yield choice(by_stage=True)
                     if width > 1 and depth > 1:
-                        yield made(by_stage=False)
+                        yield choice(by_stage=False)
 
 
-def seconds(choice: Choice, chain: Chain, cluster: Cluster) -> float:
-    """t: the slowest stage, with what it sends forward and back, or the reduction that each step must hide."""
+def seconds(choice: Choice, chain: LayerSums, cluster: Cluster) -> float:
+    """Return t: the slowest stage, with what it sends forward and back, or the reduction that each step must hide."""
     slow, groups = 0.0, choice.devices
     for s, (a, b) in enumerate(pairwise(choice.bounds)):
         compute = chain.forward[b] - chain.forward[a] + chain.backward[b] - chain.backward[a]
@@ -117,8 +117,8 @@ def seconds(choice: Choice, chain: Chain, cluster: Cluster) -> float:
     return float(slow)
 
 
-def memory(choice: Choice, chain: Chain) -> float:
-    """Bytes on the fullest device."""
+def memory(choice: Choice, chain: LayerSums) -> float:
+    """Return the bytes on the fullest device."""
     most, depth = 0.0, choice.depth
     for a, b in pairwise(choice.bounds):
         weights = chain.standing[b] - chain.standing[a] + chain.parameters[b] - chain.parameters[a]

@@ -1,1 +1,1 @@
-"""Plan × micro-batches → Schedule: one small file a method."""
+"""Plan × micro-batches → Schedule: straight.py, chunked.py, asynchronous.py and auto/; registry.py names them."""

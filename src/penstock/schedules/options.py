@@ -1,4 +1,4 @@
-"""The options of the methods, for type checkers; what each means is said in the registry."""
+"""The options of the methods, for type checkers; the registry explains each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.core.validation import Numbers
 
 
 class NamedOptions(TypedDict, total=False):
-    """Those that a Pipeline hands on."""
+    """Options that a Pipeline passes on to the method."""
 
     policy: str
     cap: int
@@ -28,13 +28,13 @@ class NamedOptions(TypedDict, total=False):
 
 
 class MethodOptions(NamedOptions, total=False):
-    """Those of `penstock.schedule` and `penstock.loop`."""
+    """Options of `penstock.schedule` and `penstock.loop`."""
 
     seed: int
 
 
 class TrainingOptions(NamedOptions, total=False):
-    """Those of a Pipeline: the method's, and remedies against stale weights."""
+    """Options of a Pipeline: the method's, and those of staleness mitigation."""
 
     t1: int | None
     t2: float | bool | None

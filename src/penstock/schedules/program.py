@@ -1,4 +1,4 @@
-"""A small algebra of compute programs: what one rank does in one mini-batch, as three arrays.
+"""Compute programs of one rank in one mini-batch, as three arrays, and the ways to make and join them.
 
 Most pipelines are *sweeps*: step i of a rank does one action of each kind, each for a micro-batch a fixed distance
 away from i, and steps outside the mini-batch fall away at both ends. 1F1B on rank r of p sweeps (F, p-1-r), (B, 0):
@@ -32,18 +32,18 @@ class Program(NamedTuple):
 
 
 def each(op: Op, stage: int, microbatches: Sequence[int] | range | IntArray) -> Program:
-    """One operation on one stage for the micro-batches given, in their order."""
+    """Return one operation on one stage for the micro-batches given, in their order."""
     numbers = np.asarray(microbatches, dtype=np.int32)
     return Program(np.full(len(numbers), op, np.uint8), np.full(len(numbers), stage, np.int32), numbers)
 
 
 def chain(*programs: Program) -> Program:
-    """One program after the other."""
+    """Join programs, one after the other."""
     return Program(*(np.concatenate(parts) for parts in zip(*programs, strict=True)))
 
 
 def sweep(stage: int, microbatches: int, *ahead: tuple[Op, int]) -> Program:
-    """The sweep drawn above: each `(op, d)` handles micro-batch i + d in step i."""
+    """Return the sweep drawn above: each `(op, d)` handles micro-batch i + d in step i."""
     distance = np.array([d for _, d in ahead], dtype=np.int32)
     if distance.max() - distance.min() > microbatches:  # a deep pipeline: most of the steps drawn above are empty
         return _sparse_sweep(stage, microbatches, ahead)
@@ -55,7 +55,7 @@ def sweep(stage: int, microbatches: int, *ahead: tuple[Op, int]) -> Program:
 
 
 def _sparse_sweep(stage: int, microbatches: int, ahead: Sequence[tuple[Op, int]]) -> Program:
-    """The same, from the actions that there are: in the order of their steps, and within a step in the order given."""
+    """Return the same sweep without making its empty steps: actions by step, within a step in the order given."""
     numbers = np.tile(np.arange(microbatches, dtype=np.int32), len(ahead))
     kind = np.repeat(np.arange(len(ahead)), microbatches)
     steps = numbers - np.array([d for _, d in ahead], dtype=np.int32)[kind]
@@ -86,7 +86,7 @@ def code(op: Op, chunk: int) -> int:
 
 
 def flush(shape: Shape, ranks: Sequence[Program]) -> Schedule:
-    """A synchronous schedule from what each rank does in one mini-batch: repeated for all, the same on each replica."""
+    """Return a synchronous schedule: each rank's program, repeated for all mini-batches, the same on each replica."""
     parts = [_repeated(program, shape) for rank, program in enumerate(ranks) for _ in range(shape.replicas[rank])]
     starts = np.concatenate(([0], np.cumsum([len(part) for part in parts]))).astype(np.int64)
     columns = (np.concatenate(column) for column in zip(*(part.columns()[:4] for part in parts), strict=True))

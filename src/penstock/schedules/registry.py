@@ -1,4 +1,4 @@
-"""The methods by name, and the two verbs that build them: `schedule` (a plain list) and `loop` (a run without end)."""
+"""The methods by name, and the two functions that build them: `schedule` (a list) and `loop` (a run without end)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,21 @@ from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.core.validation import whole
 from penstock.errors import InputError
-from penstock.schedules.ask import MOST_RANKS, Ask
+from penstock.schedules.asynchronous import pipedream, pipemare, two_bw
 from penstock.schedules.auto.build import OPTIONS as AUTO_OPTIONS
 from penstock.schedules.auto.build import auto
-from penstock.schedules.dapple import dapple
-from penstock.schedules.dualpipe_v import dualpipe_v
-from penstock.schedules.gpipe import gpipe
-from penstock.schedules.interleaved import interleaved
-from penstock.schedules.naive import naive
-from penstock.schedules.one_f_one_b import one_f_one_b
+from penstock.schedules.chunked import dualpipe_v, interleaved, zb_v
 from penstock.schedules.options import MethodOptions
-from penstock.schedules.pipedream import pipedream
-from penstock.schedules.pipemare import pipemare
-from penstock.schedules.two_bw import two_bw
-from penstock.schedules.zb_v import zb_v
-from penstock.schedules.zero_bubble import zb_h1, zb_h2
+from penstock.schedules.request import MOST_RANKS, ScheduleRequest
+from penstock.schedules.straight import dapple, gpipe, naive, one_f_one_b, zb_h1, zb_h2
 
 
 @dataclass(frozen=True)
-class Method:
-    """One named method: how to build it, what it is for, and what it needs."""
+class ScheduleMethod:
+    """One named method: its builder, its summary, and the micro-batches, chunks and options it takes."""
 
     name: str
-    build: Callable[[Ask], Schedule | Loop]
+    build: Callable[[ScheduleRequest], Schedule | Loop]
     summary: str
     rule: str = "any m"
     chunks: tuple[int, int] = (1, 1)  # fewest and most chunks a rank
@@ -60,23 +52,25 @@ class Method:
 
 
 MANY = 1 << 16
-METHODS: dict[str, Method] = {
+METHODS: dict[str, ScheduleMethod] = {
     method.name: method
     for method in (
-        Method("naive", naive, "one micro-batch at a time through all ranks: the baseline without a pipeline"),
-        Method("gpipe", gpipe, "all forwards, then all backwards"),
-        Method("1f1b", one_f_one_b, "one forward, one backward: gpipe's time with less memory"),
-        Method(
+        ScheduleMethod("naive", naive, "one micro-batch at a time through all ranks: the baseline without a pipeline"),
+        ScheduleMethod("gpipe", gpipe, "all forwards, then all backwards"),
+        ScheduleMethod("1f1b", one_f_one_b, "one forward, one backward: gpipe's time with less memory"),
+        ScheduleMethod(
             "dapple",
             dapple,
             "early backward with K_i forwards ahead",
             options={"policy": "'pa' or 'pb' (deeper warm-up for slow transfers)", "cap": "most live micro-batches, D"},
         ),
-        Method("interleaved", interleaved, "1f1b with v chunks a rank: bubble / v", "m a multiple of p", (1, MANY), 2),
-        Method("zb-h1", zb_h1, "weight gradients run late: a smaller bubble at 1f1b's memory"),
-        Method("zb-h2", zb_h2, "weight gradients run later: hardly a bubble at twice the memory"),
-        Method("zb-v", zb_v, "two chunks placed as a V: hardly a bubble at 1f1b's memory", chunks=(2, 2)),
-        Method(
+        ScheduleMethod(
+            "interleaved", interleaved, "1f1b with v chunks a rank: bubble / v", "m a multiple of p", (1, MANY), 2
+        ),
+        ScheduleMethod("zb-h1", zb_h1, "weight gradients run late: a smaller bubble at 1f1b's memory"),
+        ScheduleMethod("zb-h2", zb_h2, "weight gradients run later: hardly a bubble at twice the memory"),
+        ScheduleMethod("zb-v", zb_v, "two chunks placed as a V: hardly a bubble at 1f1b's memory", chunks=(2, 2)),
+        ScheduleMethod(
             "dualpipe-v",
             dualpipe_v,
             "a V placement that pairs forwards with backwards",
@@ -84,8 +78,10 @@ METHODS: dict[str, Method] = {
             (2, 2),
             options={"overlap": "True: F&B is one atomic action; False: F, then B"},
         ),
-        Method("auto", auto, "searched for the costs and memory at hand", chunks=(1, MANY), options=AUTO_OPTIONS),
-        Method(
+        ScheduleMethod(
+            "auto", auto, "searched for the costs and memory at hand", chunks=(1, MANY), options=AUTO_OPTIONS
+        ),
+        ScheduleMethod(
             "pipedream",
             pipedream,
             "no flush, one update a mini-batch, stashed weights",
@@ -96,8 +92,10 @@ METHODS: dict[str, Method] = {
                 "vertical_sync": "True: all stages use the first stage's version",
             },
         ),
-        Method("2bw", two_bw, "no flush, two weight versions, delay exactly one", "m at least p", asynchronous=True),
-        Method("pipemare", pipemare, "no flush, one weight copy, corrected for delay", asynchronous=True),
+        ScheduleMethod(
+            "2bw", two_bw, "no flush, two weight versions, delay exactly one", "m at least p", asynchronous=True
+        ),
+        ScheduleMethod("pipemare", pipemare, "no flush, one weight copy, corrected for delay", asynchronous=True),
     )
 }
 OPTIONS = tuple(sorted({option for method in METHODS.values() for option in method.options}))
@@ -115,7 +113,7 @@ def schedule(
     edges: Sequence[tuple[int, int]] = (),
     **options: Unpack[MethodOptions],
 ) -> Schedule:
-    """The compute schedule of a named method: `schedule("1f1b", stages=4, microbatches=8)`."""
+    """Return the compute schedule of a named method: `schedule("1f1b", stages=4, microbatches=8)`."""
     refuse_unknown("schedule", options, [*parameters_of(schedule), *OPTIONS])
     built = _build(name, stages, microbatches, batches, chunks, replicas, edges, dict(options))
     if isinstance(built, Schedule):
@@ -133,7 +131,7 @@ def loop(
     edges: Sequence[tuple[int, int]] = (),
     **options: Unpack[MethodOptions],
 ) -> Loop:
-    """An asynchronous method as fill, body and drain: a run of any length."""
+    """Return an asynchronous method as fill, body and drain: a run of any length."""
     refuse_unknown("loop", options, [*parameters_of(loop), *OPTIONS])
     built = _build(name, stages, microbatches, None, None, replicas, edges, dict(options))
     if isinstance(built, Loop):
@@ -160,9 +158,9 @@ def _build(
         raise InputError(f"a number of micro-batches for {name}", "none", "give microbatches")
     unknown = sorted(set(options) - set(method.options))
     if unknown:
-        known = ", ".join(sorted(method.options)) or "none"
-        raise InputError(f"options that {name} has ({known})", ", ".join(unknown), "leave the others out")
-    ask = Ask(
+        options_of = ", ".join(sorted(method.options)) or "none"
+        raise InputError(f"options that {name} has ({options_of})", ", ".join(unknown), "leave the others out")
+    request = ScheduleRequest(
         name,
         stages,
         microbatches,
@@ -176,11 +174,11 @@ def _build(
         counts = tuple(whole("replicas", count) for count in replicas)
     else:
         counts = (whole("replicas", replicas),) * stages
-    return method.build(replace(ask, replicas=counts))
+    return method.build(replace(request, replicas=counts))
 
 
-def find(name: str) -> Method:
-    """The method of that name; a wrong name is answered with the nearest right ones."""
+def find(name: str) -> ScheduleMethod:
+    """Return the method of that name; refuse a wrong one and name the nearest right ones."""
     if isinstance(name, str) and name in METHODS:
         return METHODS[name]
     near = get_close_matches(str(name), METHODS, n=2)
@@ -189,9 +187,9 @@ def find(name: str) -> Method:
     raise InputError("the name of a method", came, f"{advice} {', '.join(METHODS)}")
 
 
-def _chunks(method: Method, asked: int | None) -> int:
+def _chunks(method: ScheduleMethod, given: int | None) -> int:
     fewest, most = method.chunks
-    chunks = whole("chunks", asked, least=0) if asked is not None else method.usual_chunks or fewest
+    chunks = whole("chunks", given, least=0) if given is not None else method.usual_chunks or fewest
     if not fewest <= chunks <= most:
         rule = f"exactly {fewest}" if fewest == most else f"{fewest} to {most}"
         raise InputError(f"{rule} chunk(s) a rank for {method.name}", chunks, "change chunks or the method")
@@ -199,7 +197,7 @@ def _chunks(method: Method, asked: int | None) -> int:
 
 
 def _batches_to_see_it_steady(endless: Loop) -> int:
-    """Enough mini-batches for every rank to pass through its warm-up and some of the steady state."""
+    """Return enough mini-batches for every rank to pass through its warm-up and some of the steady state."""
     shape = endless.shape
     ahead = max(int(rows.microbatch.max(initial=0)) for rows in endless.body) // shape.microbatches
     return 2 * (ahead + endless.period)

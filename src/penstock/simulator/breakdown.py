@@ -1,4 +1,4 @@
-"""Where a step's time goes: the same schedule timed again and again, each time with one more cause.
+"""Seconds of a step by cause: the same schedule timed again and again, each time with one more cause.
 
     equal stages, nothing else → compute, and the bubble of the schedule itself
     + the real stage costs     → imbalance          + recompute → recompute     + copies to host memory → offload
@@ -45,14 +45,14 @@ class Breakdown:
         return asdict(self)
 
     def shares(self) -> dict[str, float]:
-        """Each part as a share of the makespan."""
+        """Return each part as a share of the makespan."""
         whole = self.makespan
         return {name: seconds / whole if whole else 0.0 for name, seconds in asdict(self).items()}
 
 
 @named
 def breakdown(schedule: Schedule, costs: Costs) -> Breakdown:
-    """Telescoping simulations of one schedule."""
+    """Return the seconds of a schedule by cause, from telescoping simulations."""
     require_schedule(schedule)
     require_noun(costs, Costs, "a timeline of simulate() has them: timeline.costs")
     proven = prove(schedule)
@@ -78,7 +78,7 @@ def _takes_time(added: FloatArray | BoolArray | Links | None) -> bool:
 
 
 def _equal(shape: Shape, costs: Costs) -> Costs:
-    """The same work, spread evenly over stages and slots."""
+    """Return the same work, spread evenly over stages and slots."""
     share = shares(shape)
     slow = np.array([costs.slowdown[shape.slot_rank == rank].mean() for rank in shape.placement])
 

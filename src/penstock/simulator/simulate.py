@@ -47,7 +47,7 @@ def simulate(
 
 
 def simulate_costs(schedule: Schedule, costs: Costs) -> Timeline:
-    """The same from costs. The schedule is proven sound first."""
+    """Predict the same from costs. The schedule is proven sound first."""
     line = clock(prove(schedule, progress=False), costs)
     if len(line.end) and line.end.min() < 0:  # a deadlock: the law of progress says who waits for whom
         prove(schedule)

@@ -1,4 +1,4 @@
-"""How long a run takes on average where an action does not take the same each time.
+"""Mean makespan of a run in which an action does not take the same each time.
 
 Ranks that wait for each other at every hand-over lose the slower one's time each time, so a run of uneven actions takes
 longer than one in which each takes its mean. How much longer depends on the schedule: it is simulated.
@@ -21,8 +21,10 @@ PAIRS = 4  # of draws: in each pair one has the other's deviations with the oppo
 
 
 def uneven_makespan(line: Timeline, jitter: float, seed: int = 0) -> float:
-    """The mean makespan of simulations like `line`, with actions whose seconds deviate by `jitter` of their mean (root
-    of the mean square). The same each time for a seed; without jitter, that of `line` itself.
+    """Return the mean makespan of simulations like `line` whose actions' seconds deviate by `jitter` of their mean.
+
+    The deviation is the root of the mean square. A seed gives the same mean each time; without jitter it is that of
+    `line` itself.
 
     Over a pair every action takes its mean. A makespan is the longest of sums, so the pair's is no less than that of
     the means, unless links are shared, on which another order of transfers may be the better one.
@@ -35,7 +37,7 @@ def uneven_makespan(line: Timeline, jitter: float, seed: int = 0) -> float:
 
 
 def _factors(rows: int, jitter: float, seed: int) -> Iterator[FloatArray]:
-    """Around 1, as likely at any place in between; none below 0."""
+    """Yield factors for the seconds of every row, spread evenly about 1, none below 0."""
     dice, widest = np.random.default_rng(seed), min(sqrt(3.0) * jitter, 1.0)
     for _ in range(PAIRS):
         deviation = dice.uniform(-widest, widest, rows)

@@ -1,4 +1,4 @@
-"""What no plan can beat: the same programme with everything that might cost time left out or at its cheapest.
+"""Seconds that no plan can beat: the dynamic programme with all that might cost time left out or at its cheapest.
 
 Devices are all as fast as the fastest, links as quick as the quickest. Each part is true of every plan with stages in a
 row, whatever its order of actions:
@@ -12,8 +12,6 @@ Of plans with several chunks a rank only this is used: somebody does at least th
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from penstock.core.cluster import Cluster
@@ -21,23 +19,25 @@ from penstock.core.jit import kernel
 from penstock.core.links import FloatArray, ring_seconds
 from penstock.core.profile import Profile
 from penstock.core.schedule import LongArray
-from penstock.planners.chain import Chain
+from penstock.planners.chain import LayerSums
 from penstock.planners.search.places import replica_counts
-from penstock.planners.search.space import Method
+from penstock.planners.search.space import SearchMethod
 
 MOST_EXACT = 64  # replicas up to which every count is looked at
 
 
 def lower_bound(
-    profile: Profile, cluster: Cluster, methods: tuple[Method, ...], steps: int, replicas: int | None = None
+    profile: Profile, cluster: Cluster, methods: tuple[SearchMethod, ...], steps: int, replicas: int | None = None
 ) -> float:
-    """Seconds that a batch of so many micro-batches of the profile takes at least, by any of these methods, with so
-    many replicas a stage at most."""
+    """Return the least seconds that `steps` micro-batches of the profile can take, by any of these methods.
+
+    `replicas` is the most that a stage may have.
+    """
     speed = max(device.speed for device in cluster.devices)
-    chain = Chain.of(profile, speed)
+    chain = LayerSums.of(profile, speed)
     both = _sums([min(layer.backward, layer.input_grad + layer.weight_grad) / speed for layer in profile.layers])
     back = _sums([min(layer.backward, layer.input_grad) / speed for layer in profile.layers])
-    chain = replace(chain, backward=both)
+    chain = chain._replace(backward=both)
     work = steps * float(chain.forward[-1] + chain.backward[-1])
     most = len(cluster.devices) if replicas is None else min(len(cluster.devices), replicas)
     mean = work * speed / sum(sorted((device.speed for device in cluster.devices), reverse=True)[: most * chain.layers])
@@ -53,14 +53,14 @@ def _sums(values: list[float]) -> FloatArray:
 
 
 def _links(profile: Profile, cluster: Cluster) -> float:
-    """Seconds a byte of the quickest link; 0 where outputs may pass stages by, on links of their own."""
+    """Return seconds a byte of the quickest link; 0 where outputs may pass stages by, on links of their own."""
     rates = [level.bandwidth for level in cluster.levels if level.size > 1]
     in_a_row = all(b == a + 1 for a, b in profile.edges)
     return 1.0 / max(rates) if rates and in_a_row else 0.0
 
 
 def _straight(
-    chain: Chain, back: FloatArray, cluster: Cluster, flush: bool, steps: int, quickest: float, replicas: int
+    chain: LayerSums, back: FloatArray, cluster: Cluster, flush: bool, steps: int, quickest: float, replicas: int
 ) -> float:
     devices = min(len(cluster.devices), replicas * chain.layers)
     least, most = _ranges(replicas)
@@ -78,8 +78,7 @@ def _straight(
 
 
 def _ranges(replicas: int) -> tuple[LongArray, LongArray]:
-    """Replica counts as ranges: one that lies between two that are looked at costs the devices of the lower and has
-    the speed of the upper."""
+    """Return replica counts as ranges: each costs the devices of its least and has the speed of its greatest."""
     if replicas <= MOST_EXACT:
         every = np.arange(1, replicas + 1)
         return every, every
@@ -88,7 +87,7 @@ def _ranges(replicas: int) -> tuple[LongArray, LongArray]:
 
 
 def _cheapest_reduction(cluster: Cluster, least: int, most: int) -> float:
-    """Seconds a byte of an all-reduce over that many devices, on the quickest links that hold so many."""
+    """Return seconds a byte of an all-reduce over that many devices, on the quickest links that hold so many."""
     if least < 2:
         return 0.0
     rate, room = 0.0, 1

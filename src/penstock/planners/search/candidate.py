@@ -1,4 +1,4 @@
-"""One plan in the making: all that the search decides, in a form that is cheap to change and to compare."""
+"""A plan before it is simulated: all that the search decides, in a form that is cheap to change and to compare."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from enum import IntEnum
 from itertools import accumulate, pairwise
 
 from penstock.core.plan import Plan, StagePlan
-from penstock.planners.search.space import Method
+from penstock.planners.search.space import SearchMethod
 
 
 class Mode(IntEnum):
-    """What becomes of a stage's activations between forward and backward."""
+    """The treatment of a stage's activations between forward and backward."""
 
     KEEP = 0
     RECOMPUTE = 1
@@ -22,7 +22,7 @@ class Mode(IntEnum):
 class Candidate:
     """Stage s has layers bounds[s] to bounds[s + 1] - 1; rank r has the next replicas[r] devices of the order."""
 
-    method: Method
+    method: SearchMethod
     times: int  # rows of a micro-batch, in units of the profile's
     steps: int  # micro-batches of a batch
     order: tuple[int, ...]  # devices, those left out first

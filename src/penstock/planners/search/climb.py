@@ -1,4 +1,4 @@
-"""Small changes to a plan: what the dynamic programme could not see, the simulator can."""
+"""Hill climbing: small changes to a plan, judged by the simulator, which sees more than the dynamic programme."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from dataclasses import replace
 from itertools import pairwise
 
 from penstock.planners.search.candidate import Candidate, Mode
-from penstock.planners.search.lift import Field
+from penstock.planners.search.candidates import SearchSpace
 
 Score = Callable[[Candidate], float]
 
 
-def climb(field: Field, start: Candidate, score: Score, best: float, enough: Callable[[], bool]) -> None:
-    """Take the first change that is better, until none is; `score` remembers what it has seen."""
+def climb(field: SearchSpace, start: Candidate, score: Score, best: float, enough: Callable[[], bool]) -> None:
+    """Take the first change that is better, until none is; `score` keeps what it has computed."""
     better = True
     while better and not enough():
         better = False
         for other in neighbours(field, start):
-            found = score(other)
-            if found < best * (1 - 1e-9):
-                start, best, better = other, found, True
+            seconds = score(other)
+            if seconds < best * (1 - 1e-9):
+                start, best, better = other, seconds, True
                 break
             if enough():
                 return
 
 
-def neighbours(field: Field, c: Candidate) -> Iterator[Candidate]:
+def neighbours(field: SearchSpace, c: Candidate) -> Iterator[Candidate]:
     for other in (*_shifted(c), *_methods(field, c), *_moved(c), *_modes(field, c), *_merged(field, c)):
         if field.admits(other):
             yield other
 
 
 def _shifted(c: Candidate) -> Iterator[Candidate]:
-    """One boundary earlier or later."""
+    """Yield candidates with one boundary earlier or later."""
     for at in range(1, len(c.bounds) - 1):
         for step in (-1, 1, -2, 2):
             moved = c.bounds[at] + step
@@ -41,14 +41,14 @@ def _shifted(c: Candidate) -> Iterator[Candidate]:
                 yield replace(c, bounds=(*c.bounds[:at], moved, *c.bounds[at + 1 :]))
 
 
-def _methods(field: Field, c: Candidate) -> Iterator[Candidate]:
+def _methods(field: SearchSpace, c: Candidate) -> Iterator[Candidate]:
     for method in field.methods:
         if method != c.method and (method.chunks, method.folded) == (c.method.chunks, c.method.folded):
             yield replace(c, method=method)
 
 
 def _moved(c: Candidate) -> Iterator[Candidate]:
-    """A replica from one rank to another, or one that nobody has used."""
+    """Yield candidates with a replica moved from one rank to another, or added on an unused device."""
     ranks = range(c.ranks) if c.ranks <= 16 else ()
     for a in ranks:
         if c.skip:
@@ -62,8 +62,8 @@ def _with(counts: tuple[int, ...], changes: dict[int, int]) -> tuple[int, ...]:
     return tuple(count + changes.get(at, 0) for at, count in enumerate(counts))
 
 
-def _modes(field: Field, c: Candidate) -> Iterator[Candidate]:
-    """What one stage keeps."""
+def _modes(field: SearchSpace, c: Candidate) -> Iterator[Candidate]:
+    """Yield candidates in which one stage treats its activations otherwise."""
     for at, mode in enumerate(c.modes):
         others = [m for m in Mode if m is not mode] if field.again else [Mode.KEEP]
         for other in others:
@@ -73,8 +73,8 @@ def _modes(field: Field, c: Candidate) -> Iterator[Candidate]:
                 yield replace(c, modes=(*c.modes[:at], other, *c.modes[at + 1 :]))
 
 
-def _merged(field: Field, c: Candidate) -> Iterator[Candidate]:
-    """Two neighbours as one stage, on as many of their devices as it may have."""
+def _merged(field: SearchSpace, c: Candidate) -> Iterator[Candidate]:
+    """Yield candidates with two neighbours as one stage, on as many of their devices as it may have."""
     if c.method.chunks > 1:
         return
     for at, (a, b) in enumerate(pairwise(c.replicas)):

@@ -1,4 +1,4 @@
-"""Runs of neighbouring devices in an order: what a stage gets that is replicated on them.
+"""Runs of neighbouring devices in an order: speed, memory, all-reduce and hop of a stage replicated on them.
 
 Tables are by (first device of the run, number of the replica count). A unit may stand for several devices, so that
 thousands of them stay a table of a hundred rows.
@@ -6,7 +6,7 @@ thousands of them stay a table of a hundred rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,13 +19,12 @@ MOST_UNITS = 64
 MOST_COUNTS = 24
 
 
-@dataclass(frozen=True, eq=False)
-class Places:
-    """`unit` devices count as one. `counts` are replica counts in units, ascending, one first."""
+class Places(NamedTuple):
+    """Runs of units, each of `unit` devices, by (first unit, number of the replica count)."""
 
     unit: int
     units: int
-    counts: LongArray
+    counts: LongArray  # replica counts in units, ascending, one first
     slow: FloatArray  # seconds on the slowest device of the run, as a multiple of the profiled one's
     room: FloatArray  # bytes on the device with the least memory
     rate: FloatArray  # seconds a byte of an all-reduce over the run, and its latency
@@ -36,7 +35,7 @@ class Places:
 
     @classmethod
     def of(cls, cluster: Cluster, order: tuple[int, ...], alone: bool = False) -> Places:
-        """`alone`: one device a stage, whatever there is."""
+        """Return the runs of an order of devices; with `alone`, of one device each."""
         unit = 1 if alone else unit_of(cluster)
         units = len(order) // unit
         counts = np.ones(1, dtype=np.int64) if alone else replica_counts(units)
@@ -61,7 +60,7 @@ class Places:
 
 
 def unit_of(cluster: Cluster) -> int:
-    """Devices that are moved together: one, or parts of hosts, hosts and more of them where there are many devices."""
+    """Return how many devices count as one: more than one where there are many, in parts of hosts or whole hosts."""
     unit = 1
     for level in cluster.levels:
         left = level.size
@@ -72,7 +71,7 @@ def unit_of(cluster: Cluster) -> int:
 
 
 def replica_counts(units: int) -> LongArray:
-    """Every count where there are few; else powers of two, half as many again, and shares of all."""
+    """Return every count where there are few; else powers of two, half as many again, and shares of all."""
     if units <= MOST_COUNTS:
         return np.arange(1, units + 1)
     powers = {1 << k for k in range(units.bit_length()) if 1 << k <= units}

@@ -1,4 +1,4 @@
-"""What may be chosen: schedules and what each holds in memory, sizes of micro-batches, orders of devices."""
+"""The choices of a search: schedules and what each holds in memory, sizes of micro-batches, orders of devices."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ORDERS = 3  # at most, lest a large search do everything several times
 
 
 @dataclass(frozen=True)
-class Method:
-    """One schedule as the search sees it."""
+class SearchMethod:
+    """One schedule with what the search must know of it."""
 
     name: str
     schedule: str
@@ -40,18 +40,18 @@ class Method:
 
 CAPS = (1, 2, 4)
 METHODS = (  # with a flush first, since those train as one device does, and the simpler ones of each kind first
-    Method("1f1b", "1f1b"),
-    Method("gpipe", "gpipe", whole=True),
-    Method("zb-h1", "zb-h1", split=True),
-    Method("dapple pb", "dapple", deep=True, options=(("policy", "pb"),)),
-    Method("zb-h2", "zb-h2", deep=True, split=True),
-    Method("interleaved", "interleaved", chunks=2),
-    Method("interleaved 4", "interleaved", chunks=4),
-    Method("zb-v", "zb-v", chunks=2, folded=True),
-    *(Method(f"dapple cap {k}", "dapple", cap=k, options=(("cap", k), ("policy", "pa"))) for k in reversed(CAPS)),
-    Method("2bw", "2bw", flush=False, versions=2),
-    Method("pipedream", "pipedream", flush=False, turns=True, versions=0),
-    Method("pipemare", "pipemare", flush=False, turns=True),
+    SearchMethod("1f1b", "1f1b"),
+    SearchMethod("gpipe", "gpipe", whole=True),
+    SearchMethod("zb-h1", "zb-h1", split=True),
+    SearchMethod("dapple pb", "dapple", deep=True, options=(("policy", "pb"),)),
+    SearchMethod("zb-h2", "zb-h2", deep=True, split=True),
+    SearchMethod("interleaved", "interleaved", chunks=2),
+    SearchMethod("interleaved 4", "interleaved", chunks=4),
+    SearchMethod("zb-v", "zb-v", chunks=2, folded=True),
+    *(SearchMethod(f"dapple cap {k}", "dapple", cap=k, options=(("cap", k), ("policy", "pa"))) for k in reversed(CAPS)),
+    SearchMethod("2bw", "2bw", flush=False, versions=2),
+    SearchMethod("pipedream", "pipedream", flush=False, turns=True, versions=0),
+    SearchMethod("pipemare", "pipemare", flush=False, turns=True),
 )
 GROUPS = {
     "any": METHODS,
@@ -60,35 +60,37 @@ GROUPS = {
 }
 
 
-def chosen_methods(asked: str | Iterable[str], allow_async: bool = False) -> tuple[Method, ...]:
-    """The methods of a group, or those of the schedules named.
+def chosen_methods(schedules: str | Iterable[str], allow_async: bool = False) -> tuple[SearchMethod, ...]:
+    """Return the methods of a group, or those of the schedules named.
 
     An asynchronous schedule changes what is trained, so it is searched only when asked for: by its name, or by
     `allow_async`, without which "any" is any synchronous one.
     """
     try:
-        names = [part.strip() for part in asked.split(",")] if isinstance(asked, str) else list(asked)
+        names = [part.strip() for part in schedules.split(",")] if isinstance(schedules, str) else list(schedules)
     except TypeError:
-        raise InputError("schedules as names", repr(asked), "give some, or one of " + ", ".join(GROUPS)) from None
+        raise InputError("schedules as names", repr(schedules), "give some, or one of " + ", ".join(GROUPS)) from None
     if not names:
         raise InputError("at least one schedule to search among", "none", "leave schedules out, or name some")
-    found: list[Method] = []
+    chosen: list[SearchMethod] = []
     for name in names:
         if name == "any" and not allow_async:
             name = "synchronous"
         fitting = GROUPS.get(str(name)) or tuple(m for m in METHODS if name in (m.name, m.schedule))
         if not fitting:
-            known = [*GROUPS, *dict.fromkeys(method.schedule for method in METHODS)]
-            near = get_close_matches(str(name), known, n=1)
+            choices = [*GROUPS, *dict.fromkeys(method.schedule for method in METHODS)]
+            near = get_close_matches(str(name), choices, n=1)
             advice = f"did you mean {near[0]}? all are" if near else "choose among"
-            raise InputError("schedules that search knows", repr(name), f"{advice} {', '.join(known)}")
-        found += [method for method in fitting if method not in found]
-    return tuple(found)
+            raise InputError("schedules that search knows", repr(name), f"{advice} {', '.join(choices)}")
+        chosen += [method for method in fitting if method not in chosen]
+    return tuple(chosen)
 
 
 def all_multiples(microbatches: int, fixed: bool) -> list[int]:
-    """All sizes of a micro-batch, in units of the profile's, that make whole micro-batches; those that make more than
-    `MOST_STEPS` of them are left out where others are left: by then there is no bubble to make smaller."""
+    """Return all sizes of a micro-batch, in units of the profile's, that make whole micro-batches.
+
+    Those that make more than `MOST_STEPS` are left out if others remain: by then there is no bubble to make smaller.
+    """
     if fixed:
         return [1]
     small = [times for times in range(1, isqrt(microbatches) + 1) if microbatches % times == 0]
@@ -97,7 +99,7 @@ def all_multiples(microbatches: int, fixed: bool) -> list[int]:
 
 
 def multiples(microbatches: int, fixed: bool) -> list[int]:
-    """Sizes of a micro-batch in units of the profile's: those that make whole micro-batches, fewer as they grow.
+    """Return sizes of a micro-batch in units of the profile's: those that make whole micro-batches, fewer as they grow.
 
     Never smaller than what was profiled: small ones use a device worse than proportion says.
     """
@@ -110,7 +112,7 @@ def multiples(microbatches: int, fixed: bool) -> list[int]:
 
 
 def orders(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Ways to line the devices up, stages taking neighbours: host by host; one of each host in turn; fast ones last."""
+    """Return orders of the devices, in which stages take neighbours: by host, one of each host in turn, fast last."""
     count = len(cluster.devices)
     natural = tuple(range(count))
     size = cluster.levels[0].size if cluster.levels else 1
@@ -121,5 +123,5 @@ def orders(cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def no_order_matters(cluster: Cluster) -> bool:
-    """Whether it is all one which devices a stage gets: they are alike, and one level joins them all."""
+    """Return whether it makes no difference which devices a stage gets: they are alike, and one level joins them."""
     return len(set(cluster.devices)) == 1 and sum(level.size > 1 for level in cluster.levels) <= 1

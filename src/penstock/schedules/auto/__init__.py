@@ -1,1 +1,1 @@
-"""The `auto` schedule: named methods, a greedy builder and local improvement, kept apart; build.py joins them."""
+"""The `auto` schedule: a search over named, greedy and periodic orders, then local improvement; see build.py."""

@@ -12,7 +12,7 @@ from penstock.schedules.auto.relax import relaxed
 
 
 def lower_bound(shape: Shape, costs: Costs, memory: float | Sequence[float] = math.inf) -> float:
-    """The greatest of these, for one mini-batch and `memory` activations a rank. Each holds for every order.
+    """Return the greatest of these, for one mini-batch and `memory` activations a rank. Each holds for every order.
 
     Let a path be a chain of actions and transfers of one micro-batch, which must follow each other, and of a rank
     `head` the earliest start of its first forward, `back` that of its first input gradient (paths from the start), and
@@ -33,7 +33,7 @@ def lower_bound(shape: Shape, costs: Costs, memory: float | Sequence[float] = ma
 
 
 def bound(instance: Instance) -> float:
-    """`lower_bound` of an instance."""
+    """Return `lower_bound` of an instance."""
     steps = _steps(instance)
     ahead, behind = _paths(instance, steps)
     best = max(relaxed(instance, behind), _links(instance, ahead, behind))
@@ -48,20 +48,20 @@ Steps = list[list[tuple[int, float]]]  # by code: what follows in its micro-batc
 
 
 def round_trips(instance: Instance) -> list[float]:
-    """By stage: longest path from the start of its forward to the end of its input gradient."""
+    """Return by stage the longest path from the start of its forward to the end of its input gradient."""
     steps = _steps(instance)
     return [_life(instance, steps, stage) for stage in range(instance.stages)]
 
 
 def _sequence(instance: Instance) -> list[int]:
-    """The codes so that each comes after what it needs."""
+    """Return the codes so that each comes after what it needs."""
     stages = range(instance.stages)
     back = [code for s in reversed(stages) for code in (instance.stages + s, 2 * instance.stages + s)]
     return [*stages, *back]
 
 
 def _targets(instance: Instance) -> list[int]:
-    """The code that reads each lane."""
+    """Return the code that reads each lane."""
     target = [0] * instance.lanes
     for code, lanes in enumerate(instance.needs):
         for lane in lanes:
@@ -78,7 +78,7 @@ def _steps(instance: Instance) -> Steps:
 
 
 def _paths(instance: Instance, steps: Steps) -> tuple[list[float], list[float]]:
-    """Longest path before the start of every code, and behind its end."""
+    """Return the longest path before the start of every code, and behind its end."""
     sequence = _sequence(instance)
     ahead = [0.0] * len(sequence)
     for code in sequence:
@@ -94,7 +94,7 @@ def _paths(instance: Instance, steps: Steps) -> tuple[list[float], list[float]]:
 
 
 def _most(value: list[float], size: list[float], room: float, count: int) -> float:
-    """No choice of `count` pieces of each kind within the room is worth more: densest first, fractions allowed."""
+    """Return the most that `count` items of each kind can be worth within the room: densest first, also in parts."""
     total = 0.0
     for worth, each in sorted(zip(value, size, strict=True), key=lambda pair: pair[0] / max(pair[1], 1e-300))[::-1]:
         number = min(float(count), max(0.0, room / each)) if each > 0 else float(count)
@@ -125,7 +125,7 @@ def _held(instance: Instance, rank: int, steps: Steps, ahead: list[float], behin
 
 
 def _life(instance: Instance, steps: Steps, stage: int) -> float:
-    """Longest path from the start of a stage's forward to the end of its input gradient."""
+    """Return the longest path from the start of a stage's forward to the end of its input gradient."""
     goal = instance.stages + stage
     reach = [-math.inf] * (3 * instance.stages)
     reach[stage] = 0.0

@@ -1,6 +1,6 @@
 """`auto`: a synchronous schedule for the costs and the memory at hand, found by search (after Qi et al. 2023).
 
-Where nobody gives a number of chunks, it is the best of one chunk a rank, two placed as a V, and two interleaved.
+Without a number of chunks, it is the best of one chunk a rank, two placed as a V, and two interleaved.
 Every backward is split into input gradient I and weight gradient W. The result is never slower than the named methods
 of the same placement that fit the same memory, because they are among the candidates (run without overlapping F and B:
 where costs say that F&B takes less than F + B, `dualpipe-v` with overlap may be faster).
@@ -23,12 +23,12 @@ from penstock.core.cost import Costs, flat_costs
 from penstock.core.schedule import Schedule
 from penstock.core.shape import Shape
 from penstock.errors import InputError
-from penstock.schedules.ask import Ask
 from penstock.schedules.auto.bound import bound
 from penstock.schedules.auto.clock import clock, peak
 from penstock.schedules.auto.instance import Instance, Order, make_instance
 from penstock.schedules.auto.named import named_orders, one_at_a_time, schedule_of
 from penstock.schedules.auto.search import ROUNDING, default_effort, search
+from penstock.schedules.request import ScheduleRequest
 
 MOST = 1_000_000  # forwards and backwards of a mini-batch: searched in minutes; more take hours
 NUMBERS = ("forward", "input_grad", "weight_grad", "transfer", "weight_grad_memory")
@@ -46,31 +46,31 @@ OPTIONS = {
 }
 
 
-def auto(ask: Ask) -> Schedule:
-    """The best schedule found for one mini-batch, repeated for all of them.
+def auto(request: ScheduleRequest) -> Schedule:
+    """Return the best schedule found for one mini-batch, repeated for all of them.
 
     The placement is searched too where nothing fixes it: no chunks, placement, edges or ready costs.
     """
-    _require_few(ask)
-    fixed = {"placement", "costs"} & set(ask.options)
-    if not ask.any_chunks or fixed or ask.edges or ask.stages == 1:
-        return schedule_of(*_found(ask, _placement(ask))[1:])
-    return schedule_of(*_best(ask))
+    _require_few(request)
+    fixed = {"placement", "costs"} & set(request.options)
+    if not request.any_chunks or fixed or request.edges or request.stages == 1:
+        return schedule_of(*_searched(request, _placement(request))[1:])
+    return schedule_of(*_best(request))
 
 
-def _require_few(ask: Ask) -> None:
-    actions = 2 * ask.stages * ask.chunks * ask.microbatches
+def _require_few(request: ScheduleRequest) -> None:
+    actions = 2 * request.stages * request.chunks * request.microbatches
     if actions > MOST:
         do = "ask for fewer micro-batches, or name another method, such as zb-v"
         raise InputError(f"at most {MOST:,} forwards and backwards for auto to search", f"{actions:,}", do)
 
 
-def _best(ask: Ask) -> tuple[Shape, Order]:
-    """The fastest of one chunk a rank, two as a V, and two interleaved: of equally fast ones the first."""
-    seconds, shape, order = _found(ask, "straight")
+def _best(request: ScheduleRequest) -> tuple[Shape, Order]:
+    """Return the fastest of one chunk a rank, two as a V, and two interleaved; of equally fast ones the first."""
+    seconds, shape, order = _searched(request, "straight")
     for placement in ("v", "interleaved"):
         try:
-            other = _found(replace(ask, chunks=2), placement, seconds)
+            other = _searched(replace(request, chunks=2), placement, seconds)
         except InputError:  # seconds of the boundaries between ranks do not say what closing the ring takes
             continue
         if other[0] < seconds * (1 - ROUNDING):
@@ -78,33 +78,33 @@ def _best(ask: Ask) -> tuple[Shape, Order]:
     return shape, order
 
 
-def _found(ask: Ask, placement: str, beat: float = math.inf) -> tuple[float, Shape, Order]:
-    """Seconds, shape and order of the best of one placement; not searched where nothing can be below `beat`."""
-    shape = {"straight": ask.straight, "v": ask.folded, "interleaved": ask.looped}[placement]()
-    costs = _costs(shape, ask.options)
-    instance = make_instance(shape, costs, _memory(shape, ask.options.get("memory")))
+def _searched(request: ScheduleRequest, placement: str, beat: float = math.inf) -> tuple[float, Shape, Order]:
+    """Return seconds, shape and order of the best of one placement; not searched where nothing can be below `beat`."""
+    shape = {"straight": request.straight, "v": request.folded, "interleaved": request.looped}[placement]()
+    costs = _costs(shape, request.options)
+    instance = make_instance(shape, costs, _memory(shape, request.options.get("memory")))
     smallest = one_at_a_time(instance)
     _require_memory(instance, [peak(instance, codes) for codes in smallest])
-    effort = _whole(ask.options, "effort", default_effort(instance), 0)
-    seed = _whole(ask.options, "seed", 0)
+    effort = _whole(request.options, "effort", default_effort(instance), 0)
+    seed = _whole(request.options, "seed", 0)
     if bound(instance) >= beat:
         return math.inf, shape, smallest
-    candidates = chain(named_orders(ask, placement), [smallest])
+    candidates = chain(named_orders(request, placement), [smallest])
     order = search(instance, candidates, effort, seed)
     return clock(instance, order)[0], shape, order
 
 
-def _placement(ask: Ask) -> str:
-    usual = {1: "straight", 2: "v"}.get(ask.chunks, "interleaved")
-    placement = ask.options.get("placement", usual)
-    allowed = {1: ("straight", "interleaved"), 2: ("v", "interleaved")}.get(ask.chunks, ("interleaved",))
+def _placement(request: ScheduleRequest) -> str:
+    usual = {1: "straight", 2: "v"}.get(request.chunks, "interleaved")
+    placement = request.options.get("placement", usual)
+    allowed = {1: ("straight", "interleaved"), 2: ("v", "interleaved")}.get(request.chunks, ("interleaved",))
     if placement not in allowed:
         raise InputError(
-            f"auto's placement for {ask.chunks} chunk(s) a rank to be {' or '.join(map(repr, allowed))}",
+            f"auto's placement for {request.chunks} chunk(s) a rank to be {' or '.join(map(repr, allowed))}",
             repr(placement),
             "change placement or chunks ('straight' takes 1 chunk, 'v' 2, 'interleaved' any number)",
         )
-    return "straight" if ask.chunks == 1 else str(placement)
+    return "straight" if request.chunks == 1 else str(placement)
 
 
 def _costs(shape: Shape, options: dict[str, Any]) -> Costs:
@@ -123,7 +123,7 @@ def _costs(shape: Shape, options: dict[str, Any]) -> Costs:
 
 
 def _memory(shape: Shape, memory: float | Sequence[float] | None) -> list[float]:
-    """The cap of every rank; None is no limit."""
+    """Return the cap of every rank; None is no limit."""
     values = np.atleast_1d(np.asarray(math.inf if memory is None else memory, dtype=np.float64))
     if values.shape not in ((1,), (shape.ranks,)):
         raise InputError(
@@ -135,14 +135,15 @@ def _memory(shape: Shape, memory: float | Sequence[float] | None) -> list[float]
 
 
 def _require_memory(instance: Instance, least: list[float]) -> None:
-    """One micro-batch at a time needs the least that any order can do with."""
-    short = [rank for rank in range(instance.ranks) if least[rank] > instance.cap[rank]]
-    if short:
-        rank = short[0]
+    """Refuse a cap below what one micro-batch at a time needs, the least of any order."""
+    infeasible = [rank for rank in range(instance.ranks) if least[rank] > instance.cap[rank]]
+    if infeasible:
+        rank = infeasible[0]
         raise InputError(
             f"memory of at least {least[rank]:g} on rank {rank}, which one micro-batch needs there",
             f"{instance.cap[rank]:g}",
-            f"raise memory to {max(least[r] for r in short):g} or more, or use smaller micro-batches or more stages",
+            f"raise memory to {max(least[rank] for rank in infeasible):g} or more, or use smaller micro-batches or "
+            "more stages",
         )
 
 

@@ -1,4 +1,4 @@
-"""How long an order takes: the simulator's clock, cut down to what a search needs.
+"""Makespan of an order: the simulator's clock, reduced to what a search needs.
 
 A rank works through its list and waits for tensors; a link carries one tensor at a time and never holds a rank up. All
 orders of looking at the ranks give the same times, because every link has one sender.
@@ -12,7 +12,7 @@ from penstock.schedules.auto.instance import Instance, Order
 
 
 def clock(instance: Instance, order: Order) -> tuple[float, list[list[float]]]:
-    """Makespan, and the end of every action by rank; an infinite makespan where the order never ends."""
+    """Return the makespan, and the end of every action by rank; an infinite makespan where the order never ends."""
     needs, sends, seconds, readers = instance.needs, instance.sends, instance.seconds, instance.readers
     arrived: list[list[float]] = [[] for _ in range(instance.lanes)]
     done = [0] * (3 * instance.stages)
@@ -22,9 +22,9 @@ def clock(instance: Instance, order: Order) -> tuple[float, list[list[float]]]:
     todo = list(range(len(order)))[::-1]
     while todo:
         rank = todo.pop()
-        mine = ends[rank]
-        now = mine[-1] if mine else 0.0
-        for code in order[rank][len(mine) :] if mine else order[rank]:
+        rank_ends = ends[rank]
+        now = rank_ends[-1] if rank_ends else 0.0
+        for code in order[rank][len(rank_ends) :] if rank_ends else order[rank]:
             number = done[code]
             for lane in needs[code]:
                 queue = arrived[lane]
@@ -35,7 +35,7 @@ def clock(instance: Instance, order: Order) -> tuple[float, list[list[float]]]:
                     now = queue[number]
             else:
                 now += seconds[code]
-                mine.append(now)
+                rank_ends.append(now)
                 done[code] = number + 1
                 for lane, link, busy, latency in sends[code]:
                     begin = now
@@ -48,13 +48,13 @@ def clock(instance: Instance, order: Order) -> tuple[float, list[list[float]]]:
                         todo.append(readers[lane])
                 continue
             break
-    if any(len(mine) < len(codes) for mine, codes in zip(ends, order, strict=True)):
+    if any(len(times) < len(codes) for times, codes in zip(ends, order, strict=True)):
         return math.inf, ends
-    return max(mine[-1] + tail for mine, tail in zip(ends, instance.tail, strict=True)), ends
+    return max(times[-1] + tail for times, tail in zip(ends, instance.tail, strict=True)), ends
 
 
 def fits(instance: Instance, rank: int, codes: list[int]) -> bool:
-    """Whether one rank's list is in a sound order (forward, input, weight gradient) and within its memory."""
+    """Return whether one rank's list is in a sound order (forward, input, weight gradient) and within its memory."""
     grab, drop, cap, stages = instance.grab, instance.drop, instance.cap[rank], instance.stages
     done = [0] * (3 * stages)
     level = 0.0
@@ -70,7 +70,7 @@ def fits(instance: Instance, rank: int, codes: list[int]) -> bool:
 
 
 def peak(instance: Instance, codes: list[int]) -> float:
-    """The most memory that one rank's list holds."""
+    """Return the most memory that one rank's list holds."""
     level = top = 0.0
     for code in codes:
         level += instance.grab[code]

@@ -16,13 +16,13 @@ from penstock.schedules.auto.instance import Instance, Order
 
 @dataclass(frozen=True)
 class Policy:
-    """The knobs of one greedy run."""
+    """Parameters of one greedy run."""
 
     limit: tuple[float, ...]  # by stage: most micro-batches between forward and input gradient
     prefer: str = "backward"  # or "turns" (what the rank did not do last), or "forward"
     patience: float = 1.0  # a weight gradient starts if the next known arrival is at least this many of its times away
     hold: float = math.inf  # weight gradients that may wait on a rank while forwards could run
-    reserve: bool = True  # keep room for the later stages of a rank, so that no order runs into a dead end
+    reserve: bool = True  # keep room for the later stages of a rank, so that no order runs into a deadlock
     deep_first: bool = True  # of several forwards (input gradients), the one of the later (earlier) stage first
 
 
@@ -42,7 +42,7 @@ class Builder:
         self.reserve = _reserves(instance) if policy.reserve else [0.0] * instance.stages
 
     def run(self) -> Order | None:
-        """The order, or None where the policy ran into a dead end."""
+        """Return the order, or None where the policy runs into a deadlock."""
         left = self.instance.actions
         events = [(0.0, rank) for rank in range(self.instance.ranks)]
         while events:
@@ -63,7 +63,7 @@ class Builder:
         return self.order if left == 0 else None
 
     def _start(self, rank: int, code: int, end: float) -> list[tuple[float, int]]:
-        """Do one action; what it wakes, and when."""
+        """Do one action; returns the ranks that it wakes, and when."""
         instance, kind = self.instance, code // self.instance.stages
         self.order[rank].append(code)
         self.done[code] += 1
@@ -82,7 +82,7 @@ class Builder:
         return woken
 
     def _ready(self, code: int) -> float:
-        """When the next action of a code has all its tensors, as far as is known now."""
+        """Return when the next action of a code has all its tensors, as far as is decided now."""
         number, when = self.done[code], 0.0
         if number >= self.instance.microbatches:
             return math.inf
@@ -94,7 +94,7 @@ class Builder:
         return when
 
     def _choose(self, rank: int, now: float) -> tuple[int, float]:
-        """The code to start now, or -1 and when to look again (infinity: when something arrives)."""
+        """Return the code to start now, or -1 and when to look again (infinity: when something arrives)."""
         policy, owned = self.policy, self.instance.owned[rank]
         forward, soon_f, full = self._best_forward(rank, now, owned)
         back, soon_b = self._best_backward(rank, now, owned)
@@ -110,7 +110,7 @@ class Builder:
         return -1, soon
 
     def _best_forward(self, rank: int, now: float, owned: list[int]) -> tuple[int, float, bool]:
-        """A forward to start now or -1, when the next one is known to come, and whether memory alone forbids one."""
+        """Return a forward to start now or -1, when the next one can start, and whether memory alone forbids one."""
         instance, soon, full = self.instance, math.inf, False
         for s in reversed(owned) if self.policy.deep_first else owned:
             if self.done[s] - self.done[instance.stages + s] >= self.policy.limit[s]:
@@ -136,14 +136,14 @@ class Builder:
         return -1, soon
 
     def _oldest_weight(self, owned: list[int]) -> int:
-        """The stage whose weight gradients lag behind most frees its memory first."""
+        """Return the weight gradient of the stage that lags behind most, which frees its memory first."""
         stages, done = self.instance.stages, self.done
         stage = max(owned, key=lambda s: done[stages + s] - done[2 * stages + s])
         return 2 * stages + stage
 
 
 def _reserves(instance: Instance) -> list[float]:
-    """By stage: what must stay free after its forward, so that the oldest micro-batch can always go on.
+    """Return by stage the memory to keep free after its forward, so that the oldest micro-batch can always go on.
 
     Stages of a rank run in model order, oldest micro-batch first; if a forward leaves room for the later stages of its
     rank, the oldest micro-batch finds that room when it comes to them.

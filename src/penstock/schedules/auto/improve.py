@@ -17,7 +17,7 @@ Ends = list[list[float]]
 
 
 def improve(instance: Instance, order: Order, tries: int, target: float, random: Random) -> tuple[float, Order]:
-    """A better order after at most `tries` looks at the clock; stops at `target`, which nothing can beat."""
+    """Return a better order after at most `tries` looks at the clock; stops at `target`, which nothing can beat."""
     span, ends = clock(instance, order)
     best_span, best = span, order
     places: list[tuple[int, int]] = []
@@ -39,7 +39,7 @@ def improve(instance: Instance, order: Order, tries: int, target: float, random:
 
 
 def critical(instance: Instance, order: Order, ends: Ends) -> list[tuple[int, int]]:
-    """(rank, position) of every action on one critical path that started as soon as its rank was free."""
+    """Return (rank, position) of every action on one critical path that started as soon as its rank was free."""
     where = _positions(instance, order)
     source = _sources(instance)
     rank = max(range(instance.ranks), key=lambda r: ends[r][-1] + instance.tail[r])
@@ -59,7 +59,7 @@ def critical(instance: Instance, order: Order, ends: Ends) -> list[tuple[int, in
 
 
 def _positions(instance: Instance, order: Order) -> list[list[int]]:
-    """By code: its positions in its rank's list."""
+    """Return by code its positions in its rank's list."""
     where: list[list[int]] = [[] for _ in range(3 * instance.stages)]
     for codes in order:
         for at, code in enumerate(codes):
@@ -68,7 +68,7 @@ def _positions(instance: Instance, order: Order) -> list[list[int]]:
 
 
 def _sources(instance: Instance) -> list[int]:
-    """The code that feeds each lane."""
+    """Return the code that feeds each lane."""
     source = [0] * instance.lanes
     for code, sends in enumerate(instance.sends):
         for lane, *_ in sends:
@@ -79,18 +79,18 @@ def _sources(instance: Instance) -> list[int]:
 def _waited_for(
     instance: Instance, code: int, number: int, where: list[list[int]], ends: Ends, source: list[int]
 ) -> tuple[int, int] | None:
-    """The action whose tensor came last; where a busy link was the reason, this is only near the critical path."""
-    found, latest = None, -math.inf
+    """Return the action whose tensor came last; where a link was busy, it is only near the critical path."""
+    sender_at, latest = None, -math.inf
     for lane in instance.needs[code]:
         sender = source[lane]
         rank, at = instance.rank[sender % instance.stages], where[sender][number]
         if ends[rank][at] > latest:
-            found, latest = (rank, at), ends[rank][at]
-    return found
+            sender_at, latest = (rank, at), ends[rank][at]
+    return sender_at
 
 
 def _move(instance: Instance, order: Order, places: list[tuple[int, int]], random: Random) -> Order | None:
-    """The order with one action moved, or None where the move drawn breaks a rule."""
+    """Return the order with one action moved, or None where the move drawn breaks a rule."""
     if not places:
         return None
     rank, at = places[random.randrange(len(places))]

@@ -1,4 +1,4 @@
-"""What `auto` searches over: one mini-batch, its costs and its memory, as plain lists that a Python loop reads fast.
+"""The instance that `auto` searches over: one mini-batch, its costs and memory, as lists that Python reads fast.
 
 Micro-batches are interchangeable, so on every stage forwards, input gradients and weight gradients may each run in
 micro-batch order without loss: whatever a rank has done n of, the first n are ready no later. An *order* is therefore
@@ -59,7 +59,7 @@ class Instance:
 
 
 def make_instance(shape: Shape, costs: Costs, cap: list[float]) -> Instance:
-    """The instance of a shape under some costs.
+    """Return the instance of a shape under some costs.
 
     Times are exact where every rank has one slot and no two slots share a link. Elsewhere a rank is as slow as its
     slowest replica, the replicas of an edge send side by side, and contention between slots is left out. So is what
@@ -104,7 +104,7 @@ def make_instance(shape: Shape, costs: Costs, cap: list[float]) -> Instance:
 
 
 def _slowest(shape: Shape, costs: Costs) -> np.ndarray:
-    """Slowdown of every stage's slowest replica."""
+    """Return the slowdown of every stage's slowest replica."""
     by_rank = np.zeros(shape.ranks)
     np.maximum.at(by_rank, shape.slot_rank, costs.slowdown)
     return by_rank[shape.stage_rank]
@@ -129,7 +129,7 @@ def _carrier(shape: Shape, costs: Costs, edge: int, way: int) -> tuple[int, floa
 
 
 def _memory(shape: Shape, costs: Costs) -> tuple[list[float], list[float]]:
-    """What every code takes at its start, and changes at its end: the rules of core.memory."""
+    """Return the memory that every code takes at its start and changes at its end, by the rules of core.memory."""
     share, foot = shares(shape), costs.footprint
     full, late = foot.activations * share, foot.until_weight * share
     kept = np.where(costs.recompute, foot.inputs * share, full)

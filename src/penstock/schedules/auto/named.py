@@ -14,21 +14,17 @@ import numpy as np
 from penstock.core.action import Op
 from penstock.core.schedule import Schedule
 from penstock.core.shape import Shape
-from penstock.schedules.ask import Ask
 from penstock.schedules.auto.instance import Instance, Order
-from penstock.schedules.dapple import dapple
-from penstock.schedules.dualpipe_v import dualpipe_v
-from penstock.schedules.gpipe import gpipe
-from penstock.schedules.interleaved import interleaved
+from penstock.schedules.chunked import dualpipe_v, interleaved, zb_v
 from penstock.schedules.program import Program, flush
-from penstock.schedules.zb_v import zb_v
-from penstock.schedules.zero_bubble import zb_h1, zb_h2
+from penstock.schedules.request import ScheduleRequest
+from penstock.schedules.straight import dapple, gpipe, zb_h1, zb_h2
 
 
-def named_orders(ask: Ask, placement: str) -> Iterator[Order]:
-    """Every named method of the placement that takes this many micro-batches, for one mini-batch."""
-    plain = replace(ask, batches=1, replicas=(), edges=(), options={})
-    p, m = ask.stages, ask.microbatches
+def named_orders(request: ScheduleRequest, placement: str) -> Iterator[Order]:
+    """Yield every named method of the placement that takes this many micro-batches, for one mini-batch."""
+    plain = replace(request, batches=1, replicas=(), edges=(), options={})
+    p, m = request.stages, request.microbatches
     if placement == "straight":
         for build in (gpipe, zb_h1, zb_h2):
             yield order_of(build(plain))
@@ -44,7 +40,8 @@ def named_orders(ask: Ask, placement: str) -> Iterator[Order]:
 
 
 def one_at_a_time(instance: Instance) -> Order:
-    """Each micro-batch through all stages and back before the next one starts: no order needs less memory."""
+    """Return the order in which each micro-batch goes through all stages and back before the next one starts: no order
+    needs less memory."""
     order: Order = []
     for owned in instance.owned:
         there = list(owned)
@@ -54,7 +51,7 @@ def one_at_a_time(instance: Instance) -> Order:
 
 
 def order_of(schedule: Schedule) -> Order:
-    """The codes of a schedule of one mini-batch."""
+    """Return the order of a schedule of one mini-batch."""
     stages = schedule.shape.stages
     first = {Op.F: 0, Op.FB: 0, Op.B: stages, Op.I: stages, Op.W: 2 * stages}
     order: Order = []
@@ -70,7 +67,7 @@ def order_of(schedule: Schedule) -> Order:
 
 
 def schedule_of(shape: Shape, order: Order) -> Schedule:
-    """The schedule of an order: the n-th time a code appears it means micro-batch n."""
+    """Return the schedule of an order: the n-th time a code appears it means micro-batch n."""
     ops = np.array([Op.F, Op.I, Op.W], dtype=np.uint8)
     programs = []
     for codes in order:

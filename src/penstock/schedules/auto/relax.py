@@ -24,7 +24,7 @@ from penstock.schedules.auto.instance import Instance
 
 
 @dataclass
-class _Stage:
+class _StageBounds:
     """The bounds of one stage as micro-batches go by."""
 
     forward: float
@@ -55,7 +55,7 @@ class _Stage:
         return begin + self.forward
 
     def _room(self, j: int) -> float:
-        """When memory lets forward j start."""
+        """Return when memory lets forward j start."""
         oldest, second = j - self.flight, j - self.flight + 1
         if not self.filled:
             return self.ends[oldest]
@@ -81,7 +81,7 @@ class _Stage:
 
 
 def relaxed(instance: Instance, behind: list[float]) -> float:
-    """The bound; `behind[code]` is the longest path behind the end of a code."""
+    """Return the bound; `behind[code]` is the longest path behind the end of a code."""
     stages = [_stage(instance, s) for s in range(instance.stages)]
     free = [0.0] * instance.lanes  # when a lane has carried its last tensor
     arrival = [0.0] * instance.lanes
@@ -104,24 +104,24 @@ def _send(instance: Instance, code: int, end: float, free: list[float], arrival:
         arrival[lane] = begin + busy + latency
 
 
-def _stage(instance: Instance, s: int) -> _Stage:
-    """Memory of the other stages of its rank is left out: the bound gets weaker, never wrong."""
+def _stage(instance: Instance, s: int) -> _StageBounds:
+    """Return the bounds of a stage; memory of its rank's other stages is left out, so they get weaker, never wrong."""
     m, stages = instance.microbatches, instance.stages
     room, held = instance.cap[instance.rank[s]], -instance.drop[2 * stages + s]
     kept, during = instance.grab[s], instance.grab[s] + instance.grab[stages + s]
-    flight = max(1, _pieces(room, kept, m))
-    return _Stage(
+    flight = max(1, _whole_parts(room, kept, m))
+    return _StageBounds(
         forward=instance.seconds[s],
         back=instance.seconds[stages + s],
         weight=instance.seconds[2 * stages + s],
         flight=flight,
-        waiting=max(0, _pieces(room - during, held, m)),
+        waiting=max(0, _whole_parts(room - during, held, m)),
         filled=flight * kept + held > room,
         count=m,
         tail=instance.tail[instance.rank[s]],
     )
 
 
-def _pieces(room: float, size: float, most: int) -> int:
-    """How many pieces fit, at most `most`."""
+def _whole_parts(room: float, size: float, most: int) -> int:
+    """Return how many of a size fit, at most `most`."""
     return most if size <= 0 or room >= most * size else math.floor(room / size)

@@ -19,13 +19,13 @@ Taken = list[tuple[float, float]]  # (start modulo the period, seconds)
 
 
 def periods(instance: Instance) -> Iterator[float]:
-    """From the bottleneck's work, which no period can be shorter than, to eight times as much, ever more coarsely."""
+    """Yield periods from the bottleneck's work, the shortest possible one, to eight times that, ever more coarsely."""
     for step in range(PERIODS):
         yield instance.busiest * (1.0 + 7.0 * (step / PERIODS) ** 2)
 
 
 def varied(instance: Instance, period: float, delay: list[float], random: Random) -> tuple[float, list[float]]:
-    """A period and delays a little different from these."""
+    """Return a period and delays a little different from these."""
     if random.random() < 0.7:
         period = max(instance.busiest, period * random.uniform(0.93, 1.02))
     delay = list(delay)
@@ -36,7 +36,7 @@ def varied(instance: Instance, period: float, delay: list[float], random: Random
 
 
 def repeating(instance: Instance, period: float, delay: list[float]) -> Order:
-    """The order of one period; `delay[code]` puts an action off, in seconds."""
+    """Return the order of one period; `delay[code]` puts an action off, in seconds."""
     start = _first_microbatch(instance, period, delay)
     order: Order = []
     for owned in instance.owned:
@@ -64,7 +64,7 @@ def _first_microbatch(instance: Instance, period: float, delay: list[float]) -> 
 
 
 def _place(taken: Taken, ready: float, seconds: float, period: float) -> float:
-    """The earliest free time from `ready` on; `ready` itself where nothing is free."""
+    """Return the earliest free time from `ready` on; `ready` itself where nothing is free."""
     waits = sorted([0.0, *((begin + length - ready) % period for begin, length in taken)])
     slack = 1e-9 * period
     for wait in waits:
@@ -76,7 +76,7 @@ def _place(taken: Taken, ready: float, seconds: float, period: float) -> float:
 
 
 def _apart(at: float, seconds: float, begin: float, length: float, period: float, slack: float) -> bool:
-    """Whether two intervals on a circle do not meet."""
+    """Return whether two intervals on a circle do not meet."""
     after = (begin - at) % period  # from the start of the new one to that of the old one
     after = 0.0 if after > period - slack and seconds > slack else after
     return after + slack >= seconds and after + length <= period + slack

@@ -22,19 +22,19 @@ GREEDY_LOOKS = 6  # building a greedy order takes about as long as this many loo
 ROUNDING = 1e-10
 STARTS = 4  # orders that local improvement starts from
 
-Found = tuple[float, Order, Policy | None]
+TimedOrder = tuple[float, Order, Policy | None]
 
 
 class Pool:
-    """The best few orders found so far, no two of the same length, and the work that is left."""
+    """The best few orders so far, no two of the same length, and the work that is left."""
 
     def __init__(self, instance: Instance, effort: int) -> None:
         self.instance, self.left, self.target = instance, effort, bound(instance)
-        self.found: list[Found] = []
+        self.orders: list[TimedOrder] = []
 
     @property
     def best(self) -> float:
-        return self.found[0][0] if self.found else math.inf
+        return self.orders[0][0] if self.orders else math.inf
 
     @property
     def proven(self) -> bool:
@@ -43,8 +43,8 @@ class Pool:
 
     def add(self, span: float, order: Order, policy: Policy | None = None) -> None:
         tolerance = 1e-9 * span
-        if math.isfinite(span) and all(abs(span - known) > tolerance for known, *_ in self.found):
-            self.found = sorted([*self.found, (span, order, policy)], key=lambda one: one[0])[:STARTS]
+        if math.isfinite(span) and all(abs(span - other) > tolerance for other, *_ in self.orders):
+            self.orders = sorted([*self.orders, (span, order, policy)], key=lambda one: one[0])[:STARTS]
 
     def time(self, order: Order) -> float:
         """Time an order that may not fit; infinite where it does not."""
@@ -56,7 +56,7 @@ class Pool:
         return span
 
     def build(self, policy: Policy) -> float:
-        """Build and time a greedy order; infinite where it ends in a dead end."""
+        """Build and time a greedy order; infinite where it ends in a deadlock."""
         self.left -= GREEDY_LOOKS
         order = Builder(self.instance, policy).run()
         if order is None:
@@ -67,7 +67,7 @@ class Pool:
 
 
 def search(instance: Instance, candidates: Iterable[Order], effort: int, seed: int) -> Order:
-    """The best order found. `candidates` are always tried, whatever the effort; one of them must fit the memory."""
+    """Return the best order. `candidates` are always tried, whatever the effort; one of them must fit the memory."""
     pool = Pool(instance, effort)
     for order in candidates:
         pool.time(order)
@@ -78,20 +78,20 @@ def search(instance: Instance, candidates: Iterable[Order], effort: int, seed: i
     _try_policies(pool, until=effort // 2)
     _vary_policies(pool, random, until=effort * 2 // 5)
     share = max(0, pool.left) // STARTS
-    for _, order, _ in list(pool.found):
+    for _, order, _ in list(pool.orders):
         if pool.proven:
             break
         pool.add(*improve(instance, order, share, pool.target, random))
-    return pool.found[0][1]
+    return pool.orders[0][1]
 
 
 def default_effort(instance: Instance) -> int:
-    """About a second in plain Python up to some thousand actions; beyond, in proportion to the actions."""
+    """Return an effort of about a second of plain Python up to some thousand actions, and of more beyond."""
     return max(60, min(4000, 3_000_000 // instance.actions))
 
 
 def _try_periods(pool: Pool, random: Random, until: int) -> None:
-    """Periods from short to long, then small changes of the best one."""
+    """Try periods from short to long, then small changes of the best one."""
     best, period, delay = math.inf, pool.instance.busiest, [0.0] * (3 * pool.instance.stages)
     for longer in periods(pool.instance):
         span = pool.time(repeating(pool.instance, longer, delay))
@@ -104,7 +104,7 @@ def _try_periods(pool: Pool, random: Random, until: int) -> None:
 
 
 def _try_policies(pool: Pool, until: int) -> None:
-    """A grid of policies, the most promising first."""
+    """Try a grid of policies, the most promising first."""
     for policy in policies(pool.instance):
         if pool.left < until or pool.proven:
             return
@@ -125,12 +125,12 @@ def policies(instance: Instance) -> Iterator[Policy]:
 
 def _vary_policies(pool: Pool, random: Random, until: int) -> None:
     """Hill climbing over policies: change one that built a good order a little, go on from there if it got no worse."""
-    known = [(span, policy) for span, _, policy in pool.found if policy is not None]
-    if not known:
+    good = [(span, policy) for span, _, policy in pool.orders if policy is not None]
+    if not good:
         return
-    span, current = known[0]
+    span, current = good[0]
     while pool.left >= until and not pool.proven:
-        base = current if random.random() < 0.7 else random.choice(known)[1]
+        base = current if random.random() < 0.7 else random.choice(good)[1]
         varied = _varied(base, pool.instance.microbatches, random)
         new_span = pool.build(varied)
         if new_span <= span * 1.0005:

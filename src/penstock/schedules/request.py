@@ -1,4 +1,4 @@
-"""What a builder is asked for, and the frames that builders share."""
+"""The request for a schedule that a builder gets, and the shapes that builders share."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.core.memory_limit import require_memory
 from penstock.core.shape import MOST, Law, Shape, Sharing
 from penstock.core.validation import whole
 
-MOST_RANKS = 2**14  # more than anyone has; a slip of the keyboard is answered at once
+MOST_RANKS = 2**14  # more than anyone has: a mistyped number is refused at once
 MOST_STAGES = 2**16  # of all ranks together
 MOST_SLOTS = 2**20
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request for a schedule. `stages` counts pipeline ranks; each holds `chunks` pieces of the model."""
+class ScheduleRequest:
+    """One request for a schedule. `stages` counts pipeline ranks; each holds `chunks` parts of the model."""
 
     name: str
     stages: int
@@ -26,7 +26,7 @@ class Ask:
     replicas: tuple[int, ...] = ()
     edges: tuple[tuple[int, int], ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
-    any_chunks: bool = False  # nobody gave a number of them: a method that has the choice may take more
+    any_chunks: bool = False  # the caller gave no number of chunks: a method may choose one
 
     def __post_init__(self) -> None:
         for what in ("stages", "microbatches", "batches", "chunks"):

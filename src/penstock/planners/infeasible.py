@@ -1,4 +1,4 @@
-"""When nothing fits: what is short, by how much, and the smallest change that would fit."""
+"""The error when no plan fits: how many bytes are missing, and the smallest changes that would fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import ceil, floor, inf, log10
 from penstock.core.cluster import Cluster
 from penstock.core.profile import Profile
 from penstock.errors import InputError
-from penstock.planners.chain import Chain
+from penstock.planners.chain import LayerSums
 from penstock.planners.outcome import least_memory
 from penstock.planners.scaled import scaled
 
@@ -22,7 +22,7 @@ class Need:
     words: str = ""
 
     def fits(self, room: float) -> bool:
-        """With a little to spare, since planners add bytes in other orders."""
+        """Return whether so much memory is enough, with a margin, since planners add bytes in other orders."""
         return self.bytes <= room * (1 - 1e-5)
 
 
@@ -31,8 +31,8 @@ NeedOf = Callable[[Profile, int], Need]  # of a profile whose micro-batches have
 
 @dataclass(frozen=True)
 class Rule:
-    """What a method keeps on a stage with d stages behind it: activations of `slope` · d + `base` micro-batches, and
-    `versions` of the weights (0: one for each of those)."""
+    """Bytes that a method keeps on a stage with d stages behind it: activations of `slope` · d + `base` micro-batches,
+    and `versions` of the weights (0: one for each of those)."""
 
     versions: int = 1
     slope: int = 1
@@ -44,7 +44,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _StageNeed:
     bytes: float
     first: int
     last: int
@@ -52,12 +52,12 @@ class _Stage:
 
 
 def least_need(rule: Rule, profile: Profile, devices: int) -> Need:
-    """Over all cuts into stages of equally many devices each, activations recomputed where that is allowed."""
-    best, wide = _Stage(inf, 0, 0, 0.0), 1
+    """Return the least need of all cuts into stages of equally many devices, with recomputed activations if allowed."""
+    best, wide = _StageNeed(inf, 0, 0, 0.0), 1
     for each in range(1, min(devices, profile.samples, rule.replicas or devices) + 1):
-        found = _least(rule, Chain.of(scaled_down(profile, each)), devices // each)
-        if found.bytes < best.bytes:
-            best, wide = found, each
+        least = _least(rule, LayerSums.of(scaled_down(profile, each)), devices // each)
+        if least.bytes < best.bytes:
+            best, wide = least, each
     rest, name = best.bytes - best.standing, profile.layers[best.first].name
     stages = "one stage a device" if wide == 1 else f"{wide} devices a stage"
     return Need(
@@ -68,7 +68,7 @@ def least_need(rule: Rule, profile: Profile, devices: int) -> Need:
 
 
 def scaled_down(profile: Profile, replicas: int) -> Profile:
-    """What one of some replicas has of each micro-batch."""
+    """Return the profile of the part of each micro-batch that one of some replicas has."""
     if replicas == 1:
         return profile
     layers = tuple(
@@ -78,14 +78,14 @@ def scaled_down(profile: Profile, replicas: int) -> Profile:
     return replace(profile, layers=layers, sent=tuple(replace(one, bytes=one.bytes / replicas) for one in profile.sent))
 
 
-def _least(rule: Rule, chain: Chain, devices: int) -> _Stage:
+def _least(rule: Rule, chain: LayerSums, devices: int) -> _StageNeed:
     layers = chain.layers
-    behind = {layers: _Stage(0.0, 0, 0, 0.0)}
-    best = _Stage(inf, 0, layers - 1, 0.0)
+    behind = {layers: _StageNeed(0.0, 0, 0, 0.0)}
+    best = _StageNeed(inf, 0, layers - 1, 0.0)
     for depth in range(min(devices, layers, rule.deepest or layers)):
-        values: dict[int, _Stage] = {}
+        values: dict[int, _StageNeed] = {}
         for i in range(layers - 1, -1, -1):
-            options = [_joined(_stage(rule, chain, i, j, depth), behind[j]) for j in behind if j > i]
+            options = [_larger(_stage(rule, chain, i, j, depth), behind[j]) for j in behind if j > i]
             if options:
                 values[i] = min(options, key=lambda stage: stage.bytes)
         behind = values
@@ -94,21 +94,21 @@ def _least(rule: Rule, chain: Chain, devices: int) -> _Stage:
     return best
 
 
-def _stage(rule: Rule, chain: Chain, i: int, j: int, depth: int) -> _Stage:
+def _stage(rule: Rule, chain: LayerSums, i: int, j: int, depth: int) -> _StageNeed:
     flying = min(rule.slope * depth + rule.base, rule.cap or inf)
     more = (rule.versions or flying) - 1
     standing = float(chain.standing[j] - chain.standing[i] + more * (chain.parameters[j] - chain.parameters[i]))
     kept, came = float(chain.kept[j] - chain.kept[i]), float(chain.cut[i])
     live = min(flying * kept, (flying + 1) * came + kept if rule.recompute else inf)
-    return _Stage(standing + live, i, j - 1, standing)
+    return _StageNeed(standing + live, i, j - 1, standing)
 
 
-def _joined(mine: _Stage, rest: _Stage) -> _Stage:
-    return mine if mine.bytes >= rest.bytes else rest
+def _larger(stage: _StageNeed, rest: _StageNeed) -> _StageNeed:
+    return stage if stage.bytes >= rest.bytes else rest
 
 
 def shortage(profile: Profile, cluster: Cluster, need_of: NeedOf, relieved: NeedOf | None = None) -> InputError:
-    """The one message of a planner that found nothing. `relieved` is the need where activations are recomputed, for a
+    """Return the error of a planner that has no plan. `relieved` is the need where activations are recomputed, for a
     method that does not do so itself."""
     devices, room, need = len(cluster.devices), least_memory(cluster), need_of(profile, len(cluster.devices))
     mixed = len({device.memory for device in cluster.devices}) > 1
@@ -126,7 +126,7 @@ def shortage(profile: Profile, cluster: Cluster, need_of: NeedOf, relieved: Need
 
 
 def _ways(profile: Profile, devices: int, room: float, need_of: NeedOf, relieved: NeedOf | None) -> list[str]:
-    """Changes that would do, each alone, the smallest first."""
+    """Return changes of which each alone is enough, the smallest first."""
     ways = []
     rows = _rows_that_fit(profile, devices, room, need_of)
     if rows is not None:
@@ -140,13 +140,13 @@ def _ways(profile: Profile, devices: int, room: float, need_of: NeedOf, relieved
 
 
 def enough(size: float) -> str:
-    """Gigabytes in four digits, rounded up: so much is enough."""
+    """Return gigabytes in four digits, rounded up, so that they are enough."""
     unit = 10.0 ** (floor(log10(size)) - 3)
     return f"{ceil(size * (1 + 2e-5) / unit) * unit / 1e9:.4g}"
 
 
 def _devices_that_fit(profile: Profile, devices: int, room: float, need_of: NeedOf) -> int | None:
-    """More devices of the same kind, up to one a layer."""
+    """Return how many devices of the same kind are enough, up to one a layer, or None."""
     low, high = devices, len(profile.layers)
     if high <= low or not need_of(profile, high).fits(room):
         return None
@@ -160,7 +160,7 @@ def _devices_that_fit(profile: Profile, devices: int, room: float, need_of: Need
 
 
 def _rows_that_fit(profile: Profile, devices: int, room: float, need_of: NeedOf) -> int | None:
-    """The largest half, quarter, ... of a micro-batch that does."""
+    """Return the rows of the largest half, quarter, ... of a micro-batch that fits, or None."""
     rows = profile.samples // 2
     while rows >= 1:
         if need_of(scaled(profile, rows), devices).fits(room):
