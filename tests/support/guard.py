@@ -31,9 +31,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import guard_cases
 import torch
 import torch.nn.functional as F
+
+import guard_cases
 from guard_cases import Case
 
 WAYS = {"2 stages": (2, False), "4 stages": (4, False), "2 ranks": (2, True), "4 ranks": (4, True)}

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from guard_models import MODELS, Task, task
 
 import penstock
+from guard_models import MODELS, Task, task
 
 LR = 1e-2
 
