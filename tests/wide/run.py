@@ -111,6 +111,8 @@ def launch(way: str, entries: list[str], schedules: list[str], folder: Path) -> 
                 done[entries[at]] = dict.fromkeys(schedules, failed) | done.get(entries[at], {})
                 break
             time.sleep(0.1)
+        else:
+            run.wait()
     finally:
         run.end()
     return done

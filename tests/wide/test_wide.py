@@ -8,8 +8,8 @@ from run import launch
 from table import KINDS, table
 
 SAMPLE = {
-    "inline": ("net densenet", "net deeplab", "letters wav2vec2", "seq2seq t5gemma2"),
-    "ranks": ("net u-net", "masked longformer", "causal qwen3_next", "images swin"),
+    "inline": ("net densenet", "letters wav2vec2", "seq2seq t5gemma2"),
+    "ranks": ("net u-net", "masked longformer", "causal qwen3_next"),
 }
 SCHEDULE = {"inline": "zb-h1", "ranks": "1f1b"}
 
