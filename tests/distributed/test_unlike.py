@@ -68,7 +68,7 @@ def test_in_one_process(name, stages, in_doubles):
 def test_on_ranks(ranks, tmp_path):
     found = on_ranks(tmp_path, ranks, ALIKE)
     for refusal in [one.pop(PARTED) for one in found]:
-        assert "'first.weight', which stage" in refusal
+        assert "'first.bias', which stage" in refusal
     assert wrong(found) == {}
 
 
