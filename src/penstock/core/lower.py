@@ -70,6 +70,14 @@ class Batching(NamedTuple):
     sync: bool
 
 
+class ShapeBounds(NamedTuple):
+    """Upper bounds for schedules of one shape."""
+
+    transfers: LongArray  # of one action, by stage
+    stage_updates: int  # of one stage
+    updates: int  # in all
+
+
 class LastRows(NamedTuple):
     """Rows that reductions and updates come after."""
 
@@ -86,13 +94,13 @@ def lower(schedule: Schedule) -> Schedule:
         return schedule
     _require_compute(schedule)
     shape, rows, near = schedule.shape, schedule.rows, schedule.shape.neighbours
-    longest = _longest(schedule)
+    bounds = _bounds(shape)
+    longest = _longest(schedule, bounds)
     lowered = LoweredRows(
         np.empty(longest, dtype=np.uint8),
         np.empty((5, longest), dtype=np.int32),
         np.zeros(shape.slots + 1, dtype=np.int64),
     )
-    updates = int(shape.stage_updates.max())
     _emit(
         len(rows),
         ComputeRows(rows.op, rows.stage, rows.microbatch, rows.version, schedule.starts),
@@ -100,7 +108,7 @@ def lower(schedule: Schedule) -> Schedule:
             *(shape.slot_rank, shape.slot_replica, shape.stage_rank, shape.stage_replicas),
             *(near.after_at, near.after, near.before_at, near.before),
         ),
-        Batching(shape.microbatches, shape.batches, updates, shape.turns, shape.law is Law.SYNC),
+        Batching(shape.microbatches, shape.batches, bounds.stage_updates, shape.turns, shape.law is Law.SYNC),
         lowered,
     )
     count = lowered.starts[-1]
@@ -117,25 +125,23 @@ def _require_compute(schedule: Schedule) -> None:
         )
 
 
-def _longest(schedule: Schedule) -> int:
-    """Return an upper bound on the number of rows of the lowered schedule."""
+def _longest(schedule: Schedule, bounds: ShapeBounds) -> int:
+    """Return an upper bound on the rows that lowering makes."""
     shape, rows = schedule.shape, schedule.rows
     moving = (rows.stage >= 0) & (rows.stage < shape.stages) & (rows.op != W)
-    transfers = int(_most_transfers(shape)[rows.stage[moving]].sum())
-    updates = int(shape.stage_replicas @ shape.stage_updates)
-    return len(rows) + transfers + 2 * updates
+    return len(rows) + int(bounds.transfers[rows.stage[moving]].sum()) + 2 * bounds.updates
 
 
 @lru_cache(maxsize=16)
-def _most_transfers(shape: Shape) -> LongArray:
-    """Return the most transfers that one action of each stage needs."""
-    per_stage = np.zeros(shape.stages, dtype=np.int64)
+def _bounds(shape: Shape) -> ShapeBounds:
+    """Return the numbers that lowering needs of a shape."""
+    transfers = np.zeros(shape.stages, dtype=np.int64)
     for a, b in shape.edges:
         if shape.placement[a] != shape.placement[b]:
             ours, theirs = int(shape.stage_replicas[a]), int(shape.stage_replicas[b])
-            per_stage[a] += 1 if shape.turns else _most_peers(ours, theirs)
-            per_stage[b] += 1 if shape.turns else _most_peers(theirs, ours)
-    return per_stage
+            transfers[a] += 1 if shape.turns else _most_peers(ours, theirs)
+            transfers[b] += 1 if shape.turns else _most_peers(theirs, ours)
+    return ShapeBounds(transfers, int(shape.stage_updates.max()), int(shape.stage_replicas @ shape.stage_updates))
 
 
 def _most_peers(ours: int, theirs: int) -> int:
