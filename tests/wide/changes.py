@@ -83,3 +83,24 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 # Whose forwards have no float64: they convert weights, or overflow.
 SINGLE = ("led", "longformer", "mra", "nllb-moe", "switch_transformers")
+
+# Why a family is not tried, where what it says does not tell.
+UNTRIED = {
+    "blt": "cuts its input into patches by a model of its own; its default configuration lacks fields",
+    "chmv2": "its backbone's configuration must be written out whole",
+    "cohere_compass_text": "its rotary tables must be written out whole",
+    "depth_pro": "fuses three encoders whose sizes must fit each other",
+    "dia": "needs words and codes of sound together",
+    "fun_asr_nano": "its three configurations must fit each other",
+    "gemma4": "given words alone, plain training gives NaN",
+    "gemma4_assistant": "drafts for another model, whose states it needs",
+    "gemma4_unified_assistant": "drafts for another model, whose states it needs",
+    "kyutai_speech_to_text": "the sizes of its codec must fit each other",
+    "moonshine_streaming": "its default configuration lacks fields",
+    "sapiens2": "its head's configuration must be written out whole",
+    "shieldgemma2": "needs words and images together",
+    "upernet": "its backbone's configuration must be written out whole",
+    "vibevoice": "needs words and sound together",
+    "vibevoice_asr": "the sizes of its two codecs must fit each other",
+    "voxtral_realtime": "needs words and sound together",
+}

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from changes import SINGLE
+from changes import SINGLE, UNTRIED
 from families import TABLES
 
 Records = dict[str, dict[str, dict[str, Any]]]  # of an entry, by schedule
@@ -30,9 +30,10 @@ micro-batches; by 1f1b and by zb-h1; all in one process (inline) and on 2 ranks.
 training on whole batches. Where that is farther than 1e-10, because the library computes some of it in float32 or the
 model normalises over its batch, against plain training in the same micro-batches. *Farthest* is the largest distance of
 any weight or buffer, and *exact* is at most 1e-8, while weights move by about 3e-3: where a gradient is nearly nothing,
-AdamW divides rounding by it. {single} are trained in float32 (they convert weights in forward, or overflow in float64),
-against micro-batches, to 1e-6. Dropout, jitter and masks in time are off. The loss is outside
-the model. Models that take words and something else besides are given the words alone where they allow it.
+AdamW divides rounding by it. Dropout, jitter and masks in time are off. The loss is outside the model. Models that take
+words and something else besides are given the words alone where they allow it.
+
+In float32, against micro-batches and to 1e-6, since they convert weights in forward or overflow in float64: {single}.
 
 {counts}
 """
@@ -103,7 +104,8 @@ def _reasons(names: list[str], ways: dict[str, Records], wanted: str) -> Iterato
             continue
         said = [record for way in ways.values() for record in way.get(name, {}).values() if record["outcome"] == wanted]
         if said:
-            yield f"| {name} | {reason(said[0].get('said') or said[0].get('farthest', ''))} |"
+            why = reason(said[0].get("said") or said[0].get("farthest", ""))
+            yield f"| {name} | {UNTRIED.get(name.partition(' ')[2], why) if wanted == 'not tried' else why} |"
 
 
 def reason(said: str) -> str:
