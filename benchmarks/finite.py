@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from penstock import Pipeline
-from penstock.app.gradients import all_finite
-from penstock.app.launch import launch
+from penstock.app.run.launcher import launch
 from penstock.models.gpt import GPT
+from penstock.training.finite_gradients import all_finite
 
 LIMIT = 0.003
 CASES = {  # name: width, layers, length, rows of a batch

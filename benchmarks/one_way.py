@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.engine.transport import memory, semaphore
-from penstock.engine.transport.lane import Key, LaneName, Message
-from penstock.engine.transport.semaphore import Semaphore
-from penstock.engine.transport.shared_receiver import SharedReceiver
-from penstock.engine.transport.shared_sender import SharedSender
+from penstock.comm.transport.interface import Key, LaneName, Message
+from penstock.comm.transport.shared import mapping
+from penstock.comm.transport.shared.mapping import Semaphore
+from penstock.comm.transport.shared.receiver import SharedReceiver
+from penstock.comm.transport.shared.sender import SharedSender
 from penstock.profiler.quiet import quiet_sample
 
 SIZES = {"1 KB": 1 << 10, "4 MB": 4 << 20}
@@ -88,16 +88,16 @@ class Limit:
     """Two semaphores and room for a tensor each way, in one piece of memory that rank 0 makes."""
 
     def __init__(self, rank, store):
-        size, room = 4096 + 2 * max(SIZES.values()), semaphore.BYTES
+        size, room = 4096 + 2 * max(SIZES.values()), mapping.BYTES
         if rank == 0:
-            self.file = memory.create("limit")
-            memory.allocate(self.file, 0, size)
+            self.file = mapping.create("limit")
+            mapping.allocate(self.file, 0, size)
         else:
             self.file = os.open(store.get("limit").decode(), os.O_RDWR)
-        self.piece = memory.map_piece(self.file, 0, size)
+        self.piece = mapping.map_piece(self.file, 0, size)
         there, here = (self.piece[at * room : (at + 1) * room] for at in (rank, 1 - rank))
         self.out, self.back = Semaphore(there, create=rank == 0), Semaphore(here, create=rank == 0)
-        self.target = memory.address_of(self.piece) + 4096 + rank * max(SIZES.values())
+        self.target = mapping.address_of(self.piece) + 4096 + rank * max(SIZES.values())
         self.first = rank == 0
         if rank == 0:
             store.set("limit", f"/proc/{os.getpid()}/fd/{self.file}")

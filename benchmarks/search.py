@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from penstock import Cluster, Device, Layer, Level, Profile
-from penstock.app.predict import predict
-from penstock.app.score import Scorer
+from penstock.app.plan.predict import predict
+from penstock.app.plan.scorer import Scorer
 from penstock.core.cluster_file import read_cluster
 from penstock.core.text_profile import read_text_profile
 from penstock.errors import InputError

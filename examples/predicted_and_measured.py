@@ -23,12 +23,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import penstock
-from penstock.app.launch import launch
-from penstock.app.measured import Measured
+from penstock.app.run.launcher import launch
 from penstock.models.gpt import GPT
 from penstock.reports.figures import headline
 from penstock.reports.svg import svg
 from penstock.reports.tables import memory_table
+from penstock.training.measurement.measured import Measured
 
 RANKS = {"sleeping": 4, "gpt": 2}
 MICROBATCHES, STEPS = 8, 12

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import penstock
-from penstock.app.data import TextData
+from penstock.app.config.data import TextData
 from penstock.models.gpt import GPT
 
 

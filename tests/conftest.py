@@ -1,6 +1,6 @@
 """Shared by all tests: the device that models are tested on.
 
-`pytest --device cuda tests/model tests/engine tests/app` runs the tests of models on a GPU; they are then marked `gpu`.
+`pytest --device cuda tests/model tests/engine tests/training` runs the tests of models on a GPU, marked `gpu`.
 Helpers that tests share are found by the setting `pythonpath` in pyproject.toml.
 """
 

@@ -10,7 +10,7 @@ from benchmarks.study.run import Run, pipeline, train
 from benchmarks.study.tasks import TASKS
 
 import penstock
-from penstock.app.compare_memory import stage_bytes
+from penstock.app.compare.memory import stage_bytes
 
 
 def losses(pipe, task, count):

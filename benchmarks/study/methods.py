@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import NAdam, Optimizer
 
-from penstock.app.muon import Muon as BothMuon
+from penstock.training.optimizers import Muon as BothMuon
 
 Make = Callable[..., Optimizer]
 WARM_UP = 20  # updates over which every learning rate rises

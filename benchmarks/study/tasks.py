@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.app.data import TextData, built_in_text, digits
+from penstock.app.config.data import TextData, built_in_text, digits
 from penstock.models.gpt import GPT
 
 PIECES = 16

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.truth.measuring import Measuring
 from benchmarks.workers.team import Team
 from penstock import Cluster, Plan, Profile, StagePlan, read_cluster, schedule
-from penstock.app.predict import predict
+from penstock.app.plan.predict import predict
 from penstock.planners.balance import even_cells
 from penstock.planners.outcome import PlanOutcome
 from penstock.planners.prediction import Prediction

@@ -12,7 +12,7 @@ class Measuring:
     """Gives text, which any process can read."""
 
     def __init__(self, rank: int) -> None:
-        from penstock.engine.world import join
+        from penstock.comm.world.world import join
 
         world = join()
         assert world is not None
@@ -20,13 +20,13 @@ class Measuring:
 
     def cluster(self) -> str:
         """As `penstock cluster measure` writes it; what rank 0 says counts."""
-        from penstock.app.cluster_measure import measure
+        from penstock.app.cluster.measure import measure
 
         return measure(self.world).to_toml()
 
     def profile(self, name: str, repetitions: int) -> dict[str, Any]:
         """As `penstock profile --busy` has it of each of its processes."""
-        from penstock.app.profiling import profiled
+        from penstock.app.profile.api import profiled
         from penstock.profiler.sampling import Company
 
         subject = MODELS[name]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.app.data import TextData, built_in_text
+from penstock.app.config.data import TextData, built_in_text
 from penstock.models.gpt import GPT
 
 CLASSES = 10

@@ -15,12 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.app.estimating import estimate
-    from penstock.app.muon import muon
-    from penstock.app.nesterov import nesterov
-    from penstock.app.pipeline import Pipeline, Step
-    from penstock.app.plan_run import plan, read_profile
-    from penstock.app.profiling import profile
+    from penstock.app.plan.command import plan, read_profile
+    from penstock.app.profile.api import profile
+    from penstock.app.profile.estimate import estimate
     from penstock.core.action import Action, Op
     from penstock.core.check import check
     from penstock.core.cluster import Cluster, Device, Level
@@ -39,6 +36,8 @@ if TYPE_CHECKING:
     from penstock.schedules.registry import loop, schedule
     from penstock.simulator.breakdown import Breakdown, breakdown
     from penstock.simulator.simulate import simulate
+    from penstock.training.optimizers import muon, nesterov
+    from penstock.training.pipeline import Pipeline, Step
 
 __version__ = "0.1.0"
 
@@ -56,7 +55,7 @@ _HOME = {
     "Loop": "core.loop",
     "Op": "core.action",
     "PenstockError": "errors",
-    "Pipeline": "app.pipeline",
+    "Pipeline": "training.pipeline",
     "Plan": "core.plan",
     "Profile": "core.profile",
     "RankError": "errors",
@@ -65,21 +64,21 @@ _HOME = {
     "ScheduleError": "errors",
     "SplitError": "errors",
     "StagePlan": "core.plan",
-    "Step": "app.pipeline",
+    "Step": "training.pipeline",
     "Timeline": "core.timeline",
     "breakdown": "simulator.breakdown",
     "check": "core.check",
-    "estimate": "app.estimating",
+    "estimate": "app.profile.estimate",
     "from_csv": "core.text",
     "from_torch_csv": "core.torch_text",
     "loop": "schedules.registry",
     "lower": "core.lower",
-    "muon": "app.muon",
-    "nesterov": "app.nesterov",
-    "plan": "app.plan_run",
-    "profile": "app.profiling",
+    "muon": "training.optimizers",
+    "nesterov": "training.optimizers",
+    "plan": "app.plan.command",
+    "profile": "app.profile.api",
     "read_cluster": "core.cluster_file",
-    "read_profile": "app.plan_run",
+    "read_profile": "app.plan.command",
     "schedule": "schedules.registry",
     "simulate": "simulator.simulate",
     "to_csv": "core.text",

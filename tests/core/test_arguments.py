@@ -14,12 +14,12 @@ from torch import nn
 
 import penstock
 from penstock import InputError, PenstockError, Pipeline
-from penstock.app.remedies import NAMES
 from penstock.core.arguments import named
 from penstock.core.cost import FlatCosts, flat_costs
 from penstock.errors import ArgumentError
 from penstock.schedules.options import MethodOptions, TrainingOptions
 from penstock.schedules.registry import METHODS
+from penstock.training.staleness import NAMES
 
 torch.set_num_threads(1)
 

@@ -26,7 +26,7 @@ sys.path.insert(0, {str(HERE)!r})
 if not os.environ.get("PENSTOCK_TEST_LINUX"):
     from elsewhere import take_away
     take_away()
-from penstock.app.launch import launch
+from penstock.app.run.launcher import launch
 sys.exit(launch(sys.argv[2:], int(sys.argv[1])))
 """
 

@@ -11,8 +11,8 @@ from export_rank import LAYERS, WIDTH
 from safetensors.torch import load_file
 
 from checkpoints import LENGTH, VOCAB, batch, gpt, listing
-from penstock.app.safetensors_file import Form, Layout
 from penstock.models.gpt import GPT
+from penstock.training.weight_files.safetensors import Form, Layout
 from ranks import all_gone, launched
 
 torch.set_num_threads(1)

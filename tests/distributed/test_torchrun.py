@@ -22,7 +22,7 @@ LISTENS = """
 import os
 import sys
 from pathlib import Path
-from penstock.engine.world import join
+from penstock.comm.world.world import join
 
 def listening(pid):
     held = {os.path.realpath(entry).split("/")[-1] for entry in Path(f"/proc/{pid}/fd").iterdir()}

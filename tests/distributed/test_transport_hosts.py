@@ -9,7 +9,7 @@ import pytest
 
 from distributed.hosts import Host, Rank, can_make_hosts, run, two_hosts
 
-SCRIPT = str(Path(__file__).parent.parent / "engine" / "transport" / "choose_ranks.py")
+SCRIPT = str(Path(__file__).parent.parent / "comm" / "transport" / "choose_ranks.py")
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, to make network namespaces")
 
 

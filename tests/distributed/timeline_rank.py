@@ -19,8 +19,8 @@ from torch import nn
 
 from freed import give_back_what_is_freed
 from penstock import Pipeline
-from penstock.app.offsets import offsets
-from penstock.engine.world import World, join
+from penstock.comm.world.world import World, join
+from penstock.training.measurement.clock_offsets import offsets
 
 RANK = int(os.environ.get("RANK", "0"))
 FORWARD, BACKWARD = 0.004, 0.008

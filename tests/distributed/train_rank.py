@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.watch.board import Slot
+from penstock.comm.watch.status import Slot
 from penstock.models.gpt import GPT
 
 torch.set_num_threads(1)

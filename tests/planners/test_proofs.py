@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.app.proofs import Asked, Proofs
+from penstock.app.plan.scorer import Asked, Proofs
 
 
 def asked(microbatches, chunks=1):

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Cluster, Device, InputError, Layer, Level, Profile
-from penstock.app.plan_run import plan
-from penstock.app.predict import predict
-from penstock.app.score import Scorer
+from penstock.app.plan.command import plan
+from penstock.app.plan.predict import predict
+from penstock.app.plan.scorer import Scorer
 from penstock.core.plan import Plan, StagePlan
 from penstock.core.profile import PerStage
 from penstock.planners.outcome import PlanOutcome

@@ -15,7 +15,7 @@ from torch import nn
 
 import penstock
 from model.zoo import ZOO, born
-from penstock.app.estimating import as_loss
+from penstock.app.profile.estimate import as_loss
 from penstock.core.profile import Sent
 from penstock.model.batch import as_call
 from penstock.model.fakes import HOME, faked

@@ -18,7 +18,7 @@ EXAMPLE = ROOT / "examples" / "llama_7b.toml"
 MEASURED = """
 import resource, sys
 import torch, transformers.models.llama.modeling_llama
-import penstock.app.estimate_run
+import penstock.app.profile.estimate
 
 def most():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

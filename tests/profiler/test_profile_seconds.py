@@ -14,8 +14,8 @@ from torch import nn
 
 import penstock
 from model.zoo import ZOO, born, score
-from penstock.app.profile_table import said
-from penstock.app.profiling import profiled
+from penstock.app.profile.api import profiled
+from penstock.app.profile.table import said
 from penstock.core.action import Op
 from penstock.profiler.bench import _later, _unevenness
 from penstock.profiler.joined import joined

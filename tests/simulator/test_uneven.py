@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import Cluster, Layer, Level, Profile, schedule, simulate
-from penstock.app.predict import predict
+from penstock.app.plan.predict import predict
 from penstock.core.plan import Plan, StagePlan
 from penstock.planners.outcome import PlanOutcome
 from penstock.simulator.uneven import uneven_makespan

@@ -39,7 +39,7 @@ def main() -> None:
     except MemoryError as error:
         _refuse(f"expected a schedule that fits in memory, but got {error}; ask for less")
     except OSError as error:
-        from penstock.app.lasting_output import discard
+        from penstock.app.run.lasting_output import discard
 
         discard(sys.stdout)
         _refuse(f"expected an output that can be written, but got {error.strerror}; check it")

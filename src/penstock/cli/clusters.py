@@ -29,7 +29,7 @@ def measure(
 
     Example: `penstock cluster measure -o cluster.toml`
     """
-    from penstock.app.cluster_run import measure_command
+    from penstock.app.cluster.command import measure_command
 
     raise typer.Exit(measure_command(output, devices, as_json))
 

@@ -41,7 +41,7 @@ def estimate(
 
 
 def _calibrate(file: Path) -> None:
-    from penstock.app.train import require_writable
+    from penstock.app.run.train import require_writable
     from penstock.profiler.calibrate import calibrate
     from penstock.profiler.calibration import written
 
@@ -60,9 +60,9 @@ def _estimate(
 ) -> None:
     from rich.console import Console
 
-    from penstock.app.estimate_run import as_json, estimate_config, said
-    from penstock.app.profile_table import table
-    from penstock.app.train import require_writable
+    from penstock.app.profile.estimate import as_json, estimate_config, said
+    from penstock.app.profile.table import table
+    from penstock.app.run.train import require_writable
 
     require_writable(None if output is None else str(output), "a profile")
     estimated = estimate_config(config, device, precision, calibration)

@@ -47,7 +47,7 @@ def plan_command(
 
     Example: `penstock plan --profile profile.json --cluster dgx-a100 --batch 512`
     """
-    from penstock.app.plan_run import plan_command as run
+    from penstock.app.plan.command import plan_command as run
 
     sizes: dict[str, Any] = {"batch": batch, "microbatch": microbatch, "samples": samples, "hosts": hosts}
     own: dict[str, Any] = {"stages": stages, "schedules": schedules, "seconds": seconds, "seed": seed}

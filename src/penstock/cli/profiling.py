@@ -34,10 +34,10 @@ def profile_command(
     """
     from rich.console import Console
 
-    from penstock.app.profile_run import run
-    from penstock.app.profile_table import said, table
-    from penstock.app.start import Request
-    from penstock.app.train import require_writable
+    from penstock.app.profile.command import run
+    from penstock.app.profile.table import said, table
+    from penstock.app.run.request import Request
+    from penstock.app.run.train import require_writable
 
     require_writable(None if output is None else str(output), "a profile")
     outcome = run(Request(str(config), {}, {"repetitions": repetitions, "threads": threads}), busy, sys.stderr)

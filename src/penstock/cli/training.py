@@ -14,7 +14,7 @@ from penstock.cli.flags import AsJson, ConfigFile, Inline
 from penstock.cli.output import write_files
 
 if TYPE_CHECKING:
-    from penstock.app.comparison import Comparison
+    from penstock.app.compare.result import Comparison
 
 
 @app.command()
@@ -35,8 +35,8 @@ def train(
 
     Example: `penstock train examples/gpt.toml --steps 50 --report run.html`
     """
-    from penstock.app.config_text import read_raw
-    from penstock.app.kept_steps import refuse_early
+    from penstock.app.config.file import read_raw
+    from penstock.training.checkpoint.kept_steps import refuse_early
 
     overrides = {
         "training.steps": steps,
@@ -50,11 +50,11 @@ def train(
     section = read_raw(config, changes).get("training")
     if isinstance(section, dict):
         refuse_early(section)
-    from penstock.app.start import Request, start  # imports torch
-    from penstock.app.train import train as work
+    from penstock.app.run.request import Request, start  # imports torch
+    from penstock.app.run.train import train as work
 
     request = Request(str(config), changes, {"json": as_json})
-    raise typer.Exit(start("penstock.app.train", work, request, inline))
+    raise typer.Exit(start("penstock.app.run.train", work, request, inline))
 
 
 @app.command()
@@ -73,13 +73,13 @@ def verify(
 
     Example: `penstock verify examples/gpt.toml --steps 3`
     """
-    from penstock.app.start import Request, start
-    from penstock.app.verify_run import refuse_asynchronous
-    from penstock.app.verify_run import verify as work
+    from penstock.app.run.request import Request, start
+    from penstock.app.verify.command import refuse_asynchronous
+    from penstock.app.verify.command import verify as work
 
     request = Request(str(config), {}, {"steps": steps, "as_trained": as_trained, "json": as_json})
     refuse_asynchronous(request.task().config.pipeline.schedule)
-    raise typer.Exit(start("penstock.app.verify_run", work, request, inline))
+    raise typer.Exit(start("penstock.app.verify.command", work, request, inline))
 
 
 @app.command()
@@ -104,10 +104,10 @@ def compare(
 
     Example: `penstock compare examples/gpt.toml --steps 40 --methods plain,1f1b,pipedream,2bw --html compare.html`
     """
-    from penstock.app.compare import Wish
-    from penstock.app.compare import compare as work
-    from penstock.app.start import Request
-    from penstock.app.train import require_writable
+    from penstock.app.compare.command import Wish
+    from penstock.app.compare.command import compare as work
+    from penstock.app.run.request import Request
+    from penstock.app.run.train import require_writable
 
     overrides = {"training.steps": steps, "pipeline.stages": stages}
     changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
@@ -132,7 +132,7 @@ def compare(
 def _print_comparison(comparison: Comparison) -> None:
     from rich.console import Console
 
-    from penstock.app.comparison import WIDTH
+    from penstock.app.compare.result import WIDTH
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(comparison.title, style="bold", highlight=False)

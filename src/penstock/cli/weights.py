@@ -27,7 +27,7 @@ def export_weights(
 
     Example: `penstock export checkpoints/step-120 gpt.safetensors`
     """
-    from penstock.app.export_checkpoint import export_checkpoint
+    from penstock.training.weight_files.export import export_checkpoint
 
     export_checkpoint(checkpoint, path)
     typer.echo(f"wrote {path}", err=True)
@@ -47,8 +47,8 @@ def import_weights(
     Example: `penstock import examples/gpt.toml gpt.safetensors checkpoints/imported`
     """
     require_there(weights, "a safetensors file, or a transformers directory")
-    from penstock.app.import_run import import_run  # with torch
-    from penstock.app.start import Request, start
+    from penstock.app.run.import_weights import import_run  # with torch
+    from penstock.app.run.request import Request, start
 
     request = Request(str(config), {}, {"weights": str(weights), "checkpoint": str(checkpoint)})
-    raise typer.Exit(start("penstock.app.import_run", import_run, request, inline))
+    raise typer.Exit(start("penstock.app.run.import_weights", import_run, request, inline))

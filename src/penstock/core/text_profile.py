@@ -1,6 +1,7 @@
 """Read the text profiles of the literature, with one line per node and one per edge, into a Profile.
 
-    node4 -- Conv2d(3, 64) -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=[8; 4.0], parameter_size=36
+    node4 -- Conv2d(3, 64) -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=[8; 4.0],
+    parameter_size=36
         node4 -- node5
 
 Times are milliseconds, sizes bytes; a list of sizes counts as its sum; ` -- stage_id=K` at the end of a node's line is
@@ -8,7 +9,7 @@ ignored. A node without predecessors whose name begins with "input" is data and 
 backward time, all of which becomes the input gradient's, since the two gradients were not measured apart. A layer is
 assumed to keep as many bytes for its backward as it outputs, as the planners published with the format assume; a node
 whose forward takes no time is a view of another output and keeps nothing.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from penstock.engine.transport.wire import carried
+from penstock.comm.transport.wire import carried
 from penstock.model.stage import Job, Values
 
 Place = tuple[int, int]  # a stage and a micro-batch

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+from penstock.comm.watch.watch import Watch
 from penstock.core.action import Op
 from penstock.core.lowered_loop import ActionRow
 from penstock.engine.observer import Observer, Observers
 from penstock.engine.stage_executor import StageExecutor
 from penstock.engine.transfers import Transfers
-from penstock.engine.watch.watch import Watch
 from penstock.errors import InputError
 from penstock.model.loss import Total
 from penstock.model.stage import Job, Stage

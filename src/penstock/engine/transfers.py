@@ -9,12 +9,11 @@ from typing import Protocol
 
 import torch
 
+from penstock.comm.transport.interface import Key, LaneName, Lanes, Message
 from penstock.core.action import Op
 from penstock.core.lowered_loop import ActionRow
-from penstock.engine.lanes import Lanes
 from penstock.engine.passage_words import decode_passage, encode_passage, other_forward
 from penstock.engine.stage_executor import StageExecutor
-from penstock.engine.transport.lane import Key, LaneName, Message
 from penstock.errors import InputError
 from penstock.model.loss import Total
 from penstock.model.stage import Job, Values

@@ -1,0 +1,1 @@
+"""Versions of the weights: which one an action uses, forecasts, and weights that stages share."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.lanes import Lanes
-from penstock.engine.transport.lane import Key, LaneName, Message
+from penstock.comm.transport.interface import Key, LaneName, Lanes, Message
 from penstock.model.stage import Stage
 
 GRADIENTS, WEIGHTS = 0, 1

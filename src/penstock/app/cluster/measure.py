@@ -1,0 +1,183 @@
+"""Measure a cluster: the devices of all ranks, and the links that join them.
+
+A device is a CUDA device where there are some, else a worker that shares its host's cores and memory. Between the
+devices of a host its first two ranks exchange tensors, between hosts the first rank of each of the first two;
+all-reduces run over all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from penstock.app.cluster.probe import Fit, Probe
+from penstock.comm.transport.shared.mapping import available
+from penstock.comm.world.host import cores
+from penstock.comm.world.world import World
+from penstock.core.cluster import Cluster, Device, Level
+from penstock.core.cluster_toml import to_toml
+from penstock.errors import InputError
+
+CGROUP = Path("/sys/fs/cgroup")
+COPIED = 64 << 20  # bytes, to learn the speed of the way to host memory
+TIMES = 9
+
+
+def count_devices(wanted: int | None) -> int:
+    """How many to describe: all CUDA devices, or a worker for each core, unless said otherwise."""
+    if not torch.cuda.is_available():
+        return cores() if wanted is None else wanted
+    here = torch.cuda.device_count()
+    if wanted is not None and wanted > here:
+        raise InputError(f"at most the {here} CUDA devices of this host", wanted, "ask for fewer devices")
+    return here if wanted is None else wanted
+
+
+def device_of(local: int) -> torch.device:
+    """The device of a host's rank."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local >= torch.cuda.device_count():
+        raise InputError(
+            f"at most {torch.cuda.device_count()} ranks on a host, one a CUDA device", local + 1, "launch fewer"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def describe(device: torch.device, sharing: int) -> Device:
+    """A device; where it is the host itself, one of so many workers that share its memory."""
+    if device.type == "cpu":
+        return Device("cpu", float(host_memory() // sharing))
+    kind = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return Device(kind, float(memory), host_bandwidth=float(f"{host_bandwidth(device):.4g}"))
+
+
+def host_memory() -> int:
+    """Bytes that this process and others like it can have: what is free here, or what its control group allows."""
+    try:
+        most = int((CGROUP / "memory.max").read_text())
+        return min(available(), most - int((CGROUP / "memory.current").read_text()))
+    except (OSError, ValueError):  # no such group, or no limit ("max")
+        return available()
+
+
+def host_bandwidth(device: torch.device) -> float:
+    """Bytes/s of the slower way between a CUDA device and pinned host memory."""
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    here = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    return COPIED / max(_seconds(lambda: there.copy_(here), device), _seconds(lambda: here.copy_(there), device))
+
+
+def _seconds(copy: Callable[[], object], device: torch.device) -> float:
+    spent = []
+    for _ in range(TIMES):
+        began = perf_counter()
+        copy()
+        torch.cuda.synchronize(device)
+        spent.append(perf_counter() - began)
+    return median(spent)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cluster, and the lines that its figures come from, by (level, what)."""
+
+    cluster: Cluster
+    fits: dict[tuple[str, str], Fit]
+
+    @property
+    def doubts(self) -> list[str]:
+        return [f"{level}, {what}: {doubt}" for (level, what), one in self.fits.items() for doubt in one.doubts]
+
+    def to_json(self) -> dict[str, Any]:
+        """The cluster's own JSON, and what was measured."""
+        lines = [{"level": level, "what": what, **one.to_json()} for (level, what), one in self.fits.items()]
+        return {**self.cluster.to_json(), "measured": lines}
+
+    def to_toml(self) -> str:
+        notes = [f"measured by `penstock cluster measure` with torch {torch.__version__}"]
+        for (level, what), one in self.fits.items():
+            small, large = min(one.medians), max(one.medians)
+            ends = (f"{_size(size)} took {one.medians[size]:.3g} s" for size in (small, large))
+            notes.append(f"{level}, {what}: {', '.join(ends)}; the middle half within {one.spread:.0%}")
+        if not self.fits:
+            notes.append("one device: no link to measure")
+        return to_toml(self.cluster, [*notes, *self.doubts])
+
+
+def measure(world: World | None) -> Measured:
+    """By all ranks; what rank 0 returns is what counts."""
+    if world is None:
+        alone = describe(device_of(0), 1)
+        return Measured(Cluster((alone,), (Level("inside", 1, inf),)), {})
+    hosts, size = hosts_of(world.hosts)
+    device = device_of(world.rank % size)
+    said = world.gather(json.dumps(asdict(describe(device, size))).encode())
+    devices = alike([Device(**json.loads(one)) for one in said])
+    probe, fits = Probe(world, device), {}
+    firsts = list(range(0, world.size, size))
+    groups = {"inside": list(range(size)), "between": firsts}
+    peers = [members[1] for members in groups.values() if len(members) > 1]
+    probe.open(peers)
+    for level, members in groups.items():
+        if len(members) > 1:
+            fits[level, "transfers"] = probe.transfer(1 + peers.index(members[1]), members[1])
+            fits[level, f"all-reduce of {len(members)}"] = probe.all_reduce(members)
+    by_hand = probe.lanes is not None and "shared" in probe.lanes.kinds.values()
+    inside = replace(_level("inside", size, fits), blocking=by_hand)
+    levels = [inside] + ([_level("between", hosts, fits)] if hosts > 1 else [])
+    return Measured(Cluster(devices, tuple(levels)), fits)
+
+
+def hosts_of(names: tuple[str, ...]) -> tuple[int, int]:
+    """How many hosts, and ranks on each, from the host of every rank."""
+    counts = Counter(names)
+    size = counts[names[0]]
+    if list(names) != [name for name in counts for _ in range(size)]:
+        raise InputError(
+            "the same number of ranks on every host, one after the other",
+            f"{list(counts.values())} on {len(counts)} hosts",
+            "launch as many on each, with torchrun",
+        )
+    return len(counts), size
+
+
+def alike(devices: list[Device]) -> tuple[Device, ...]:
+    """Devices of a kind get the least figures of all of them: free memory is never the same twice."""
+    kinds: dict[str, list[Device]] = {}
+    for device in devices:
+        kinds.setdefault(device.kind, []).append(device)
+    return tuple(
+        replace(
+            device,
+            memory=min(other.memory for other in kinds[device.kind]),
+            host_bandwidth=min(other.host_bandwidth for other in kinds[device.kind]),
+        )
+        for device in devices
+    )
+
+
+def _level(name: str, size: int, fits: dict[tuple[str, str], Fit]) -> Level:
+    if size == 1:
+        return Level(name, 1, inf)
+    sent, reduced = fits[name, "transfers"], fits[name, f"all-reduce of {size}"]
+    figures = (sent.bandwidth, sent.latency, reduced.bandwidth, reduced.latency)
+    bandwidth, latency, reduce_bandwidth, reduce_latency = (float(f"{figure:.4g}") for figure in figures)
+    return Level(name, size, bandwidth, latency, reduce_bandwidth, reduce_latency=reduce_latency)
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MB" if size >> 20 else f"{size >> 10} KB"

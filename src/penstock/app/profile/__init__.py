@@ -1,0 +1,1 @@
+"""`penstock profile` and `penstock estimate`."""

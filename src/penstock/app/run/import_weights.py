@@ -1,0 +1,24 @@
+"""`penstock import`: what each worker runs to make a checkpoint of a config's pipeline with weights from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.app.run.request import Request, as_worker, rank
+from penstock.training.checkpoint.atomic import require_nothing_at
+
+
+def import_run(request: Request) -> int:
+    """Take the weights and write a checkpoint, from which a training begins; on the first rank say so."""
+    weights, path = request.flags["weights"], request.flags["checkpoint"]
+    require_nothing_at(Path(path).absolute())  # before anything long begins
+    pipe = request.task().pipeline(verify=False)
+    pipe.import_weights(weights)
+    pipe.save(path)
+    if rank() == 0:
+        print(f'wrote {path}; train from it with resume = "{path}" in [training]', flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    as_worker(import_run)

@@ -1,0 +1,1 @@
+"""Processes that find each other, move tensors, and notice failures."""

@@ -1,0 +1,1 @@
+"""Tensors from one rank to another: one interface (interface.py), and a file for each transport."""

@@ -1,0 +1,1 @@
+"""Lanes over gloo: between hosts, and wherever shared memory cannot be had."""

@@ -1,0 +1,1 @@
+"""Lanes through memory that two processes of one host share."""

@@ -1,1 +1,0 @@
-"""How tensors get from one rank to another: one small interface (lane.py), and a file for each way."""

@@ -1,0 +1,1 @@
+"""Training state in files, which any layout of stages can load."""

@@ -1,0 +1,1 @@
+"""Measurements of all ranks in one place, as timelines and as costs of a simulation."""

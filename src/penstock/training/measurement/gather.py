@@ -1,0 +1,154 @@
+"""The kept steps of all ranks in one place: their readings on rank 0's clock, and what they weighed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from penstock.comm.world.world import World
+from penstock.core.action import Op
+from penstock.core.cost import Footprint
+from penstock.core.links import FloatArray
+from penstock.core.loop import Loop
+from penstock.core.lower import lower
+from penstock.core.schedule import Schedule
+from penstock.core.timeline import Timeline
+from penstock.engine.measure.clock import Clock, Readings
+from penstock.errors import InputError
+from penstock.model.heap import bytes_of
+from penstock.model.stage import Recompute
+from penstock.training.measurement.clock_offsets import offsets
+from penstock.training.measurement.measured import Measured, paired
+from penstock.training.pipeline_parts import PipelineParts
+
+Json = dict[str, Any]
+PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optimizer", "buffers")
+
+
+def gathered(pipe: PipelineParts) -> Measured:
+    """What was measured on all ranks. Every rank has to ask."""
+    world, clock, schedule = _world(pipe), pipe.clock, pipe.schedule
+    if clock is None or not isinstance(schedule, Schedule):
+        raise InputError(
+            "a synchronous schedule, whose steps are alike", repr(schedule.shape.name), "ask for pipe.timeline()"
+        )
+    if not clock.runs:
+        raise _nothing_yet()
+    steps = np.stack([run.readings for run in clock.runs])
+    start, end = _seconds(_gathered_readings(world, clock, steps), schedule)
+    facts = [json.loads(part) for part in world.gather(json.dumps(_measured_bytes(pipe)).encode())]
+    again = np.array([stage.recompute is not Recompute.NEVER for stage in pipe.settings])
+    added = np.array([float(part["added"]) for part in facts])
+    return Measured(schedule, start, end, clock.first, again, _footprint(facts, schedule.shape.stages), added)
+
+
+def timeline_here(pipe: PipelineParts) -> Timeline:
+    """Return the last step of a pipeline whose stages all run in this process, one after the other. What goes from one
+    to another takes no time."""
+    clock, schedule = pipe.clock, pipe.schedule
+    assert isinstance(schedule, Schedule)
+    if clock is None:
+        raise _not_kept()
+    if not clock.runs:
+        raise _nothing_yet()
+    start, end = _since_first(clock.runs[-1].readings)
+    return Timeline(schedule, *paired(schedule, start, end), measured=True)
+
+
+def gathered_run(pipe: PipelineParts) -> Timeline:
+    """Return the last run of asynchronous training, from its fill to its drain, as it was measured. Every rank has to
+    ask."""
+    loop, clock = pipe.schedule, pipe.clock
+    assert isinstance(loop, Loop)
+    if clock is None:
+        raise _not_kept()
+    if not clock.runs:
+        raise InputError(
+            "a run that has drained, of no more mini-batches than are kept",
+            "none, or a longer one",
+            "train a shorter one, or evaluate in between",
+        )
+    run = clock.runs[-1]
+    readings = run.readings
+    if not pipe.crew.alone:
+        readings = np.concatenate(_gathered_readings(_world(pipe), clock, readings), axis=-1)
+    start, end = _since_first(readings)
+    return Timeline(lower(loop.unroll(run.batches)), start, end, measured=True)
+
+
+def _gathered_readings(world: World, clock: Clock, readings: Readings) -> list[Readings]:
+    """Return the readings of all ranks, on rank 0's clock."""
+    ahead = offsets(world, clock.read)
+    parts = world.gather(np.ascontiguousarray(readings).tobytes())
+    shape = (*readings.shape[:-1], -1)
+    return [np.frombuffer(part, np.int64).reshape(shape) - ahead[rank] for rank, part in enumerate(parts)]
+
+
+def _since_first(readings: Readings) -> tuple[FloatArray, FloatArray]:
+    """Return begins and ends in seconds since the first begin."""
+    start, end = (readings - readings.min()) * 1e-9  # taken off while whole: floats of today's clocks would round
+    return start, end
+
+
+def _nothing_yet() -> InputError:
+    return InputError("at least one step to have been measured", "none", "train first")
+
+
+def _not_kept() -> InputError:
+    return InputError("a pipeline whose timeline is kept", "timeline=False", "leave timeline on")
+
+
+def _world(pipe: PipelineParts) -> World:
+    if pipe.clock is None or not isinstance(pipe.crew.world, World):
+        raise InputError(
+            "a run on several processes whose timeline is kept",
+            "one process, or timeline=False",
+            "launch with torchrun, and leave timeline on; pipe.timeline() serves in one process, too",
+        )
+    return pipe.crew.world
+
+
+def _seconds(ranks: list[Readings], schedule: Schedule) -> tuple[FloatArray, FloatArray]:
+    """Return start and end of every row of some steps, in seconds: (steps, rows). Before the updates all ranks agree on
+    them: the first update of a rank begins when the last rank has come to that."""
+    readings = np.concatenate(ranks, axis=-1)
+    start, end = np.moveaxis((readings - readings.min()) * 1e-9, 1, 0)
+    update = schedule.rows.op == Op.UPDATE
+    first = [int(begin) + int(np.argmax(update[begin:])) for begin in schedule.starts[:-1]]
+    met = np.max([end[:, row - 1] for row in first], axis=0)
+    for row in first:
+        start[:, row] = np.clip(met, end[:, row - 1], start[:, row])
+    return start, end
+
+
+def standing(pipe: PipelineParts) -> dict[int, dict[str, int]]:
+    """Bytes of what each stage here has all the time: weights and buffers, gradients, and its optimizer's state."""
+    homes, found = pipe.split.buffer_stages(), {}
+    for stage in pipe.stages:
+        at = stage.index
+        buffers = [b for name, b in pipe.model.named_buffers() if homes.get(name, 0) == at]
+        optimizer = pipe.optimizers.optimizers.get(at)
+        state = [] if optimizer is None else [v for one in optimizer.state.values() for v in one.values()]
+        found[at] = {
+            "weights": bytes_of(stage.parameters),
+            "buffers": bytes_of(buffers),
+            "gradients": bytes_of([p for p in stage.parameters if p.requires_grad]),
+            "optimizer": bytes_of(state),
+        }
+    return found
+
+
+def _measured_bytes(pipe: PipelineParts) -> Json:
+    """Return the bytes of this rank's stages, and those that training took in all."""
+    assert pipe.engine is not None
+    assert pipe.engine.meter is not None
+    meter = pipe.engine.meter
+    stages = {at: vars(meter.bytes[at]) | always for at, always in standing(pipe).items()}
+    return {"stages": stages, "added": meter.peak.added()}
+
+
+def _footprint(facts: list[Json], stages: int) -> Footprint:
+    every = {int(at): kept for part in facts for at, kept in part["stages"].items()}
+    return Footprint(**{name: np.array([float(every[at][name]) for at in range(stages)]) for name in PARTS})

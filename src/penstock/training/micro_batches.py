@@ -1,0 +1,194 @@
+"""A batch as micro-batches: rows, the path each takes through the model, and what becomes of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import InputError
+from penstock.model.batch import as_call, piece, require_device, rows_of, spans
+from penstock.model.labels import Labels, Memory
+from penstock.model.loss import Loss, read_loss
+from penstock.model.mean_loss import weight_of
+from penstock.model.passage import Passage
+from penstock.model.path import Path
+from penstock.model.seeding import mixed
+from penstock.model.split import Split
+from penstock.model.stage import Job, Settings
+from penstock.training.batches import Feed, taken_by
+
+Cut = int | list[tuple[int, int]]  # how many micro-batches, empty where rows are too few, or the rows of each
+Finish = Callable[[Any, Any, int], Any]  # of the model's result, the target and the rows
+
+
+class MicroBatches:
+    """Makes the jobs of a batch, for the engine to run."""
+
+    def __init__(self, split: Split, feed: Feed, settings: Settings) -> None:
+        self.split, self.feed = split, feed
+        self.device, self.seed = settings.device, settings.seed
+        # What is computed to find a path serves the stages, too, unless they compute in another precision.
+        self.shares = settings.autocast is nullcontext
+        self.trained = self._trained()
+        self.memory = Memory()  # of how the loss weighs
+
+    def jobs(self, inputs: Any, target: Any, cut: Cut, finish: Finish, step: int, first_number: int = 0) -> list[Job]:
+        call = as_call(inputs)
+        self._notice_frozen()
+        require_device((call, target), self.device)
+        stamp, every = self.feed.stamp(inputs, target), rows_of(call, target)
+        parts = cut if isinstance(cut, int) else len(cut)
+        cut = spans(every, min(cut, every)) if isinstance(cut, int) else cut
+        labels = Labels((call, target), cut, self.memory, weight_of) if isinstance(finish, scored) else None
+        jobs: list[Job] = []
+        path_of = self._paths(call)
+        for number, (first, last) in enumerate(cut):
+            args, kwargs = piece(call, first, last, every)
+            rows, wanted = last - first, piece(target, first, last, every)
+            ending = _Finish(finish, wanted, rows)
+            chance = mixed(self.seed, step, number)
+            passage = Passage()
+            with taken_by(self.split.model, args, kwargs):
+                path = path_of(args, kwargs, rows, chance, passage.common if self.shares else None)
+            job = Job(first_number + number, step, args, kwargs, rows, path, ending, passage=passage, chance=chance)
+            job.last, job.part, job.stamp, job.mates = number == len(cut) - 1, number, stamp, jobs
+            job.labels = labels
+            jobs.append(job)
+        for number in range(len(cut), parts):  # the schedule has places for them, in which then nothing is done
+            job = Job(first_number + number, step, (), {}, 0, jobs[0].path, _no_result)
+            job.part, job.stamp, job.mates = number, stamp, jobs
+            jobs.append(job)
+        return jobs
+
+    def _paths(
+        self, call: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> Callable[[tuple[Any, ...], dict[str, Any], int, int, dict[int, Any] | None], Path]:
+        """How to find the path of one of a batch's micro-batches. Where they are tensors and nobody looks at the data,
+        those of as many rows take the same one."""
+        outlook, known = self.split.outlook(), dict[int, Path]()
+        plain = all(type(value) is torch.Tensor for value in (*call[0], *call[1].values()))
+
+        def path_of(
+            args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, chance: int, common: dict[int, Any] | None
+        ) -> Path:
+            found = known.get(rows)
+            if found is None:
+                found = self.split.path(args, kwargs, outlook, chance, common)
+                if plain and not found.trace.decides:
+                    known[rows] = found
+            return found
+
+        return path_of
+
+    def _trained(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """The parameters, a tied one as often as modules hold it, and which require grad.
+
+        Read from the modules themselves: `parameters()` takes several times as long, and this is done every step.
+        """
+        modules, met, held = [self.split.model], set(), []
+        while modules:
+            module = modules.pop()
+            if id(module) not in met:
+                met.add(id(module))
+                modules += [inner for inner in module._modules.values() if inner is not None]
+                held += [parameter for parameter in module._parameters.values() if parameter is not None]
+        return held, [parameter.requires_grad for parameter in held]
+
+    def _notice_frozen(self) -> None:
+        """Which values need a gradient depends on which parameters do: trace again when that has changed."""
+        parameters, trained = self._trained()
+        before, trained_before = self.trained
+        if len(parameters) != len(before) or not all(map(is_, parameters, before)):
+            self._refuse_other_parameters(set(parameters), set(before))
+        elif trained == trained_before:
+            return
+        self.split.paths.clear()
+        self.trained = parameters, trained
+
+    def _refuse_other_parameters(self, now: set[nn.Parameter], before: set[nn.Parameter]) -> None:
+        """Those that came since would be in the forward and in no stage, and nobody would train them."""
+        if now == before:
+            return
+        fresh = [name for name, parameter in self.split.model.named_parameters() if parameter not in before]
+        gone = len(before - now)
+        raise InputError(
+            "the parameters that the model had when its Pipeline was made",
+            f"{len(fresh)} others ({', '.join(fresh[:3])}{' ...' if fresh[3:] else ''})" if fresh else f"{gone} fewer",
+            "change the model first and make the Pipeline then, or change values in place (load_state_dict without "
+            "assign=True)",
+        )
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """What becomes of the model's result for one micro-batch."""
+
+    finish: Finish
+    target: Any
+    rows: int
+
+    def __call__(self, result: Any) -> Any:
+        return self.finish(result, self.target, self.rows)
+
+    def of(self, target: Any) -> _Finish:
+        """The same for another target."""
+        return replace(self, target=target)
+
+
+def _no_result(result: Any) -> Any:
+    """Nothing becomes of a micro-batch without rows: no stage runs it."""
+    raise AssertionError("a micro-batch without rows was run")
+
+
+def called(loss: Callable[[Any, Any], Any], result: Any, target: Any) -> Any:
+    """What a loss of the user's says; one that finds None where it wants a target is told of as that."""
+    try:
+        return loss(result, target)
+    except Exception as error:
+        if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            do = "write loss(result, target): without a target in the batch, None comes in its place"
+            raise InputError("a loss that takes two arguments, result and target", error, do) from None
+        if target is not None or "NoneType" not in str(error):
+            raise
+        raise InputError(
+            "a target that the loss takes",
+            f"None, which it answers with {type(error).__name__}: {error}",
+            "give one, pipe.step(inputs, target) or a loader of (inputs, target); a loss may also go by result alone",
+        ) from error
+
+
+@dataclass(frozen=True)
+class scored:
+    """A loss of the user's, as what becomes of a result."""
+
+    loss: Callable[[Any, Any], Any]
+
+    def __call__(self, result: Any, target: Any, rows: int) -> Loss:
+        return read_loss(called(self.loss, result, target), rows)
+
+
+class kept_and_scored(scored):
+    """The result itself, and the loss; None for one that a step would refuse."""
+
+    def __call__(self, result: Any, target: Any, rows: int) -> Any:
+        try:
+            return result, super().__call__(result, target, rows)
+        except Exception:
+            return result, None
+
+
+def both(found: list[Any]) -> tuple[list[Any], list[Loss] | None]:
+    """Results and losses; None for losses of which one is missing."""
+    losses = [loss for _, loss in found]
+    return [result for result, _ in found], None if None in losses else losses
+
+
+def unchanged(result: Any, target: Any, rows: int) -> Any:
+    """The result itself."""
+    return result

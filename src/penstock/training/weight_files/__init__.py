@@ -1,0 +1,1 @@
+"""Weights for other tools, and from them."""
