@@ -93,7 +93,8 @@ def test_every_report_draws_it(lines):
     pair = [("predicted", predicted), ("measured", measured)]
     ranks = measured.schedule.shape.ranks
     assert len(str(gantt(measured, 100)).splitlines()) >= ranks + 2
-    assert len(summary(measured).rows) == len(memory_table(predicted).rows) == ranks
+    _, table = summary(measured).renderables
+    assert len(table.rows) == len(memory_table(predicted).rows) == ranks
     ElementTree.fromstring(svg(measured))
     both = svg(pair)
     texts = [element.text for element in ElementTree.fromstring(both).iter("{http://www.w3.org/2000/svg}text")]

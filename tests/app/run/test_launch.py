@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 import nursery
 from penstock.app.run.launcher import launch
 from penstock.errors import InputError
-from ranks import LOOP, Run, all_gone, env, launched
+from ranks import LOOP, PATIENCE, Run, all_gone, env, launched
 
 PLAIN = """
 import os, signal, sys, time
@@ -102,12 +104,15 @@ for number, batch in enumerate(DataLoader(Slow(), batch_size=2, num_workers=2)):
 @pytest.mark.parametrize("victim", [0, None])
 def test_processes_that_load_data_leave_no_directories(tmp_path, victim):
     """Theirs for sockets, which they remove when they end by themselves: the launcher ends them before that."""
-    rest = tmp_path / "rest"
-    rest.mkdir()
-    with launched(tmp_path, 2, script=script(tmp_path, LOADS), fork=False, TMPDIR=rest) as run:
-        pids = run.begun(2)
+    # A socket's path has at most 107 characters, which pytest's own folders can take up.
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        launched(tmp_path, 2, script=script(tmp_path, LOADS), fork=False, TMPDIR=folder) as run,
+    ):
+        rest, pids, until = Path(folder), run.begun(2), time.monotonic() + PATIENCE
         while run.out.read_text().count("loading") < 2:
             assert run.process.poll() is None, run.said
+            assert time.monotonic() < until, run.said
             time.sleep(0.02)
         assert [folder.name[:5] for folder in rest.iterdir()] == ["pymp-"] * 4
         os.kill(
