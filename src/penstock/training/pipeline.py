@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -114,7 +114,7 @@ class Pipeline:
         self.engine: Engine | None = None
         self.health = Health(self.crew)
         self.settings, self.device = self.ground.settings, self.ground.settings[0].device
-        self.micro_batches = MicroBatches(self.split, self.feed, self.settings[0])
+        self.micro_batches = MicroBatches(self.split, self.feed, self.device, self.wanted.seed)
         self.checks, self.forwards = LossChecks(self), Forwards(self)
         self._take_up(parts.engine)
         if load is not None and not callable(load):
@@ -365,18 +365,15 @@ class Pipeline:
         return update
 
     def again(self, run: Callable[[], Any]) -> Any:
-        """Run something, and once more if a path has changed: it is then traced afresh, where all weights are."""
-        with self.watched():
+        """Run something, and once more if a path has changed: it is then traced afresh, where all weights are. Walks
+        are watched for all at once: that takes longer to begin and to end than a small stage."""
+        with nullcontext() if isinstance(self.model, Chain) else watching():
             try:
                 return run()
             except PathChangedError:
                 if not self.split.whole:
                     raise
             return run()
-
-    def watched(self) -> AbstractContextManager[None]:
-        """Around many walks: to begin and to end watching them takes longer than a small stage."""
-        return nullcontext() if isinstance(self.model, Chain) else watching()
 
     def require_loss(self) -> LossFunction:
         if self.loss is None:
