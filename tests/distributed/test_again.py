@@ -60,7 +60,7 @@ def test_another_pipeline_after_a_fault_trains_as_if_nothing_had_been(tmp_path, 
 def test_a_pipeline_that_has_failed_on_ranks_says_so_and_trains_no_more(tmp_path):
     """With half a mini-batch in its transports it would train wrong, or wait for ever."""
     found = run(tmp_path, 2, fault="update", who=0)
-    for rank, came in ((0, "AssertionError: no such luck"), (1, "RankError: rank 0 failed: AssertionError")):
+    for rank, came in ((0, "AssertionError: no such luck"), (1, "RankError: rank 0 failed in ")):
         said = (
             f"rank {rank} caught InputError: expected a pipeline that can go on, but got one of which some stages may "
         )

@@ -40,7 +40,7 @@ def test_a_layers_own_calls_are_counted_too():
     """Recompute with a split backward once ran a block's forward once per parameter group: eight times."""
     given = plain.case("gpt")
     calls = []
-    pipe = pipeline(given, schedule="zb-h1", recompute="always")
+    pipe = pipeline(given, schedule="zb-h1", recompute="always", verify=False)
     pipe.step(*given.batches[0])
     for block in pipe.model.blocks:
         block.register_forward_hook(lambda *_: calls.append(1))

@@ -64,7 +64,7 @@ def refuse_unknown(name: str, arguments: Iterable[str], allowed: Iterable[str]) 
     short = len(names) <= MOST_LISTED
     advice = f"it takes {', '.join(names)}" if short else f"leave it out (help(penstock.{name}) lists its arguments)"
     advice = f"did you mean {' and '.join(dict.fromkeys(near))}?" if near else advice
-    raise ArgumentError(f"arguments that {name} takes", ", ".join(map(repr, unknown)), advice)
+    raise ArgumentError(f"arguments that {name} takes", ", ".join(map(repr, unknown)), advice) from None
 
 
 @cache

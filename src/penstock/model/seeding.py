@@ -6,14 +6,14 @@ when its forward is run a second time.
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
-
-from penstock.model import numpy_state
 
 _MASK = 2**64 - 1
 _HOST = 1  # tells the host's generators from torch's, which are seeded by the same numbers
@@ -73,7 +73,8 @@ class host_draws:
     @property
     def moved(self) -> bool:
         """Whether anything was drawn outside the modules."""
-        return _host_states() != self.start
+        (python, numpy), (python_before, numpy_before) = _host_states(), self.start
+        return python != python_before or pickle.dumps(numpy) != pickle.dumps(numpy_before)  # arrays, of any generator
 
     @contextmanager
     def in_module(self) -> Iterator[None]:
@@ -87,13 +88,13 @@ class host_draws:
             _set_host_states(outside)
 
 
-def _host_states() -> tuple[object, numpy_state.State]:
-    return random.getstate(), numpy_state.save()
+def _host_states() -> tuple[object, dict[str, Any]]:
+    return random.getstate(), np.random.get_state(legacy=False)
 
 
-def _set_host_states(states: tuple[object, numpy_state.State]) -> None:
+def _set_host_states(states: tuple[object, dict[str, Any]]) -> None:
     random.setstate(states[0])  # type: ignore[arg-type]
-    numpy_state.restore(states[1])
+    np.random.set_state(states[1])
 
 
 def _seed_host(number: int) -> None:
@@ -122,13 +123,13 @@ class random_states_kept:
 
     def __enter__(self) -> None:
         self.cpu, self.python = torch.default_generator.get_state(), random.getstate()
-        self.numpy = numpy_state.save()
+        self.numpy = np.random.get_state(legacy=False)
         self.cuda = _on_device(self.device).get_state() if self.device.type == "cuda" else None
 
     def __exit__(self, *_: object) -> None:
         torch.default_generator.set_state(self.cpu)
         random.setstate(self.python)
-        numpy_state.restore(self.numpy)
+        np.random.set_state(self.numpy)
         if self.cuda is not None:
             _on_device(self.device).set_state(self.cuda)
 

@@ -221,10 +221,12 @@ class Stage:
         """Whether the loss goes by its labels: see additive. None where it cannot be had for others."""
         state = self._state(question.others[0])
         try:
-            with self.norms.looking_away(), state.as_they_were(state.save()):
-                every = [
-                    gradient_of(functools.partial(self._loss, o), received, self.parameters) for o in question.others
-                ]
+            every = []
+            with self.norms.looking_away():
+                for other in question.others:
+                    with state.as_they_were(state.save()):  # layers may keep numbers from one run to the next
+                        loss = functools.partial(self._loss, other)
+                        every.append(gradient_of(loss, received, self.parameters))
         except Exception:
             return None
         return goes_by_labels(every, question.sure)

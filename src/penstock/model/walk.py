@@ -170,7 +170,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = _running.walk
     if walk is None or walk.inside:
         return _CALL(module, *args, **kwargs)
-    if transform_level() is not None:
+    if _transform() is not None:
         walk.transformed(type(module).__name__, (args, list(module.parameters())), kwargs)
         return _CALL(module, *args, **kwargs)
     if id(module) in walk.layout.opened:
@@ -185,7 +185,7 @@ def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         return run(cls, *args, **kwargs)
     if walk.inside:
         return walk.made_inside(run(cls, *args, **kwargs))
-    if transform_level() is not None:
+    if _transform() is not None:
         walk.transformed(cls.__name__, args, kwargs)
         return run(cls, *args, **kwargs)
     return walk.hidden(walk.glue, f"{cls.__module__}.{cls.__qualname__}.apply", partial(run, cls), args, kwargs)

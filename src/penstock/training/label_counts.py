@@ -90,6 +90,7 @@ class LabelCounts:
         for place, at, tensor in sorted(zip(places(batch), count(), tree.tensors(batch), strict=False)):
             if not _may_be_labels(place, tensor):
                 continue
+            tensor = tensor.detach()
             pads = _pads(tensor)
             marks = list(dict.fromkeys(self._marks(at, place, tensor, pads)))
             left_out = [value for value in marks if not value > 0 or value in pads]

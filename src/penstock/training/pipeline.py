@@ -96,7 +96,7 @@ class Pipeline:
     ) -> None:
         refuse_unknown("Pipeline", options, [*parameters_of(Pipeline), *OPTIONS, *REMEDIES, *SETTLED])
         require_plain_loss(loss)
-        fill = load if load is None or callable(load) else read_later
+        fill = read_later if isinstance(load, (str, os.PathLike)) else load
         given = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "cuts": cuts, "chunks": chunks}
         course = read_course(plan, given, dict(options))
         self.wanted = Wanted(
@@ -117,7 +117,7 @@ class Pipeline:
         self.micro_batches = MicroBatches(self.split, self.feed, self.device, self.wanted.seed)
         self.checks, self.forwards = LossChecks(self), Forwards(self)
         self._take_up(parts.engine)
-        if load is not None and not callable(load):
+        if isinstance(load, (str, os.PathLike)):
             self.import_weights(load)
 
     def _take_up(self, engine: Engine) -> None:

@@ -163,4 +163,4 @@ def test_list_and_show():
     assert "bandwidth = 450000000000.0" in penstock("show", "dgx-h100").stdout
     done = penstock("show", "dgx-h1000")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "dgx-h1000: expected a TOML file or a preset" in done.stderr
+    assert "dgx-h1000: expected a readable TOML file or a preset" in done.stderr

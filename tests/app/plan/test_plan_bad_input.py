@@ -198,8 +198,8 @@ METHOD = "the name of a method, but got "
 WHOLE = "stages to be a whole number of at least 1, but got "
 OPTIONS = [
     ("balance", {"schedule": "zz"}, METHOD + "'zz'; choose one of naive, gpipe, 1f1b"),
-    ("balance", {"schedule": None}, METHOD + "None; choose one of naive"),
-    ("gpipe", {"schedule": ["1f1b"]}, METHOD + r"\['1f1b'\]"),
+    ("balance", {"schedule": None}, METHOD + "a NoneType; choose one of naive"),
+    ("gpipe", {"schedule": ["1f1b"]}, METHOD + "a list; try 1f1b"),
     ("balance", {"stages": 2.0}, WHOLE + "2.0; change stages"),
     ("balance", {"stages": "2"}, WHOLE + "'2'; change stages"),
     ("gpipe", {"stages": True}, WHOLE + "True; change stages"),

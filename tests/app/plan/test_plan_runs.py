@@ -232,7 +232,7 @@ def test_plans_that_contradict_themselves():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "plan.json: expected a plan as JSON, but got Expecting property name"),
+        ("{", "plan.json: expected a plan as JSON, but got not JSON: Expecting property name"),
         ("{}", "plan.json: expected the key 'stages' in a plan, but got none"),
         ("[" * 100_000, "plan.json: expected a plan as JSON, but got brackets nested too deeply"),
         ("[]", "plan.json: expected one plan, but got a list; plan by one method, not by all"),
@@ -258,7 +258,7 @@ def test_a_file_that_is_no_plan(tmp_path, content, said):
         ({"microbatches": 0}, "microbatches to be a whole number of at least 1"),
         ({"schedule": 3}, "schedule= to be a name, or a schedule"),
         ({"stages": [{"first": 0, "last": 15, "recompute": "yes"}]}, "recompute of a stage to be True or False"),
-        ({"stages": [{"first": 0, "last": 15, "color": "red"}]}, "a plan as to_json writes it"),
+        ({"stages": [{"first": 0, "last": 15, "color": "red"}]}, "arguments that StagePlan takes"),
     ],
     ids=lambda change: next(iter(change)) if isinstance(change, dict) else None,
 )

@@ -331,7 +331,7 @@ def test_verify_finds_a_model_that_a_pipeline_breaks():
 def test_verify_finds_a_loss_that_is_another_though_gradients_and_weights_are_equal():
     asked = OWN | {"training": OWN["training"] | {"loss": "broken:drifting"}, "pipeline": {"stages": 2}}
     verdict = compare(Task(understood(asked, "test"), double=True), 2)
-    assert verdict.loss.absolute == pytest.approx(4)  # micro-batches
+    assert verdict.loss.absolute >= 4  # micro-batches, and what looks at the loss alone
     assert all(part.relative < 1e-9 for stage in verdict.stages for part in (stage.gradient, stage.weight))
     assert not verdict.ok
 

@@ -114,7 +114,7 @@ def _resumed(pipe: Pipeline, path: str | None, steps: int) -> int:
 def last_run(pipe: Pipeline) -> Timeline | None:
     """The last run without a flush; None where all steps had one, or where it was too long to keep. Every rank asks."""
     clock = pipe.clock
-    if clock is None or pipe.async_trainer is None:
+    if clock is None or pipe.async_trainer is None or pipe.crew.alone:
         return None
     pipe.settle()
     whole = pipe.crew.world.gather(b"whole" if clock.runs else b"")
