@@ -27,7 +27,7 @@ from ranks import Run, env  # noqa: E402
 ROOT = HERE.parent.parent
 KEPT, TABLE = ROOT / ".zoo", ROOT / "docs" / "models.md"
 SCHEDULES, RANKS = ("1f1b", "zb-h1"), 2
-CHUNK, PATIENCE = 12, 120.0
+CHUNK, PATIENCE = 12, 300.0
 MODULES = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
 Results = dict[str, dict[str, dict[str, Any]]]  # of an entry, by schedule
