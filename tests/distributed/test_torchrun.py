@@ -64,9 +64,9 @@ def test_the_readmes_script_on_four_ranks_of_torchrun(tmp_path):
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    losses = [line for line in done.stdout.splitlines() if line.startswith("2 ")]
-    assert len(losses) == 4
-    assert len(set(losses)) == 1, "the same loss on every rank"
+    losses = re.findall(r"\d\.\d{8}", done.stdout)  # ranks that print at once mix their words
+    counts = sorted(losses.count(loss) for loss in set(losses))
+    assert counts == [4, 4, 4], "three steps, each with the same loss on every rank"
 
 
 @pytest.mark.slow
