@@ -23,13 +23,15 @@ FOREVER = 2**31 - 1  # a version that no forward names
 
 
 class ActionRow(NamedTuple):
-    """One row of a slot's list. `peer` is the stage at the other end of a transfer."""
+    """One row of a slot's list. `peer` and `peer_replica` are a transfer's other end, `replica` the slot's own."""
 
     op: Op
     stage: int
     microbatch: int
     version: int
     peer: int
+    peer_replica: int = 0
+    replica: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +138,7 @@ class LoweredLoop:
         begins = _begins(rows)
         end = len(rows) if last is None or last >= len(begins) else int(begins[last])
         begin = len(rows) if first >= len(begins) else int(begins[first])
-        return _listed(rows, begin, end)
+        return _listed(rows, begin, end, int(full.shape.slot_replica[slot]))
 
     def _shifted(self, rows: list[ActionRow], passes: int) -> list[ActionRow]:
         if not passes:
@@ -147,12 +149,14 @@ class LoweredLoop:
 
 def slot_rows(schedule: Schedule, slot: int) -> list[ActionRow]:
     """Return the whole list of one slot of a lowered schedule."""
-    return _listed(schedule.rows, int(schedule.starts[slot]), int(schedule.starts[slot + 1]))
+    replica = int(schedule.shape.slot_replica[slot])
+    return _listed(schedule.rows, int(schedule.starts[slot]), int(schedule.starts[slot + 1]), replica)
 
 
-def _listed(rows: ScheduleRows, begin: int, end: int) -> list[ActionRow]:
-    columns = (column[begin:end].tolist() for column in rows.columns()[:5])
-    return [ActionRow(Op(op), *numbers) for op, *numbers in zip(*columns, strict=True)]
+def _listed(rows: ScheduleRows, begin: int, end: int, replica: int) -> list[ActionRow]:
+    columns = (column[begin:end].tolist() for column in rows.columns()[:6])
+    listed = zip(*columns, strict=True)
+    return [ActionRow(Op(op), at, k, version, peer, other, replica) for op, at, k, version, peer, other in listed]
 
 
 def _later(row: ActionRow, numbers: int, versions: int) -> ActionRow:

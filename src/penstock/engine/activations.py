@@ -66,6 +66,8 @@ class ActivationStore:
                 total[value] = total[value] + gradient if value in total else gradient
         return total
 
-    def take_outgoing(self, source: int, target: int, microbatch: int) -> Values:
-        """Return what one stage sends to another, and forget it; there may be nothing to send."""
-        return self.outgoing.pop((source, target, microbatch), {})
+    def take_outgoing(self, source: int, target: int, microbatch: int, again: bool = False) -> Values:
+        """Return what one stage sends to another, and forget it unless it is asked for again, for another replica;
+        there may be nothing to send."""
+        place = (source, target, microbatch)
+        return self.outgoing.get(place, {}) if again else self.outgoing.pop(place, {})

@@ -7,7 +7,7 @@ mini-batch is a list of rows that ends in updates; asynchronous training is a fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from penstock.errors import InputError
 from penstock.model.loss import Total
 from penstock.model.stage import Job, Stage
 
-NOT_BUILT = {Op.REDUCE: "replicated stages", Op.UNSHARD: "sharded weights", Op.RESHARD: "sharded weights"}
+NOT_BUILT = {Op.UNSHARD: "sharded weights", Op.RESHARD: "sharded weights"}
 Handler = Callable[[ActionRow], bool | None]
 
 
@@ -40,6 +40,9 @@ class Updates(Protocol):
     def after_backward(self, stage: Stage, job: Job) -> None:
         """All gradients of a micro-batch are there; nothing of that backward has been sent on yet."""
 
+    def reduce(self, stage: Stage, version: int) -> None:
+        """Begin to add a stage's gradients over its replicas."""
+
     def update(self, stage: Stage, version: int) -> None:
         """Make a version of a stage's weights."""
 
@@ -55,7 +58,10 @@ class WeightSelection(Protocol):
 
 
 class Executor:
-    """Runs rows of the slots of one process. `guard` is entered around rows, and told of what fails in them."""
+    """Runs rows of the slots of one process. `guard` is entered around rows, and told of what fails in them.
+
+    `by_slot`: the stage executor of every slot here, where each has its own, since replicas have different rows.
+    """
 
     def __init__(
         self,
@@ -66,8 +72,10 @@ class Executor:
         updates: Updates,
         observers: Observers,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        by_slot: Sequence[StageExecutor] = (),
     ) -> None:
         self.slots, self.stages, self.transfers = slots, stages, transfers
+        self.by_slot = by_slot or (stages,) * len(slots)
         self.weights, self.updates, self.observers, self.guard = weights, updates, observers, guard
         self.rows: list[list[ActionRow]] = []  # by slot of this process
         self.next: list[int] = []  # by slot, the row that comes next
@@ -75,12 +83,20 @@ class Executor:
         self.handlers: dict[Op, Handler] = dict.fromkeys((Op.F, Op.B, Op.I, Op.W, Op.FB), self._compute)
         self.handlers |= {Op.SEND_F: transfers.send, Op.SEND_B: transfers.send}
         self.handlers |= {Op.RECV_F: transfers.receive, Op.RECV_B: transfers.receive}
-        self.handlers |= {Op.UPDATE: self._update, **dict.fromkeys(NOT_BUILT, _refuse)}
+        self.handlers |= {Op.REDUCE: self._reduce, Op.UPDATE: self._update, **dict.fromkeys(NOT_BUILT, _refuse)}
 
-    def begin(self, jobs: list[Job]) -> None:
-        """Begin a run, with some micro-batches or none as yet; messages of other runs are not mixed up with its own."""
+    def begin(self, jobs: list[Job], by_slot: Sequence[list[Job]] = ()) -> None:
+        """Begin a run, with some micro-batches or none as yet; messages of other runs are not mixed up with its own.
+        `by_slot`: the micro-batches of each slot here, where replicas have different rows of them."""
         self.stages.begin(jobs)
+        for stages, own in zip(self.by_slot, by_slot, strict=bool(by_slot)):
+            stages.begin(own)
         self.transfers.begin()
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Return `watching` for a run over its jobs, where a stage here needs it."""
+        contexts = [stages.watched() for stages in dict.fromkeys(self.by_slot)]
+        return next((one for one in contexts if not isinstance(one, nullcontext)), contexts[0])
 
     def run(self, rows: list[list[ActionRow]]) -> None:
         """Run some rows of every slot here: each slot as far as it can go, in turn."""
@@ -104,10 +120,12 @@ class Executor:
         return self.stages.total(self.transfers)
 
     def forward(self, jobs: list[Job]) -> list[Any]:
-        """Run forwards alone; returns results on the process that has the last stage, else None for each."""
+        """Run forwards alone, on the first replica of each stage; returns results on the process that has that of the
+        last stage, else None for each."""
         self.begin(jobs)
+        here = {at: stage for at, stage in self.stages.stages.items() if not stage.replica}
         with self.guard(), self.stages.watched():
-            for row in _forward_rows(jobs, self.stages.stages):
+            for row in _forward_rows(jobs, here) if here else ():
                 if row.op is Op.F:
                     self.weights.ready(row.stage)
                     self.stages.run(row.op, row.stage, row.microbatch)
@@ -117,7 +135,8 @@ class Executor:
 
     def drop(self) -> None:
         """Forget what an interrupted run has left behind."""
-        self.stages.drop()
+        for stages in {id(stages): stages for stages in (self.stages, *self.by_slot)}.values():
+            stages.drop()
 
     def close(self) -> None:
         """Let go of what others wait for; every rank has to call."""
@@ -152,8 +171,9 @@ class Executor:
         return self.next[current] > first
 
     def _compute(self, row: ActionRow) -> None:
-        op, at, microbatch, version, _ = row
-        job, stage, observers = self.stages.jobs[microbatch], self.stages.stages[at], self.observers
+        op, at, microbatch, version = row[:4]
+        stages, observers = self.by_slot[self.current], self.observers
+        job, stage = stages.jobs[microbatch], stages.stages[at]
         forward = op in (Op.F, Op.FB)
         if forward:
             self.updates.before_forward(stage, job, version)
@@ -162,23 +182,26 @@ class Executor:
         with self.weights.at(op, at, microbatch, version):
             for notify in observers.stage_begins:
                 notify(row)
-            self.stages.run(op, at, microbatch)
+            stages.run(op, at, microbatch)
             for notify in observers.stage_ends:
                 notify(row)
         if forward:
-            self.updates.after_forward(stage, job, self.stages.results.get(microbatch))
+            self.updates.after_forward(stage, job, stages.results.get(microbatch))
         elif op is not Op.I:
             self.updates.after_backward(stage, job)
 
+    def _reduce(self, row: ActionRow) -> None:
+        self.updates.reduce(self.by_slot[self.current].stages[row.stage], row.version)
+
     def _update(self, row: ActionRow) -> None:
-        self.updates.update(self.stages.stages[row.stage], row.version)
+        self.updates.update(self.by_slot[self.current].stages[row.stage], row.version)
 
 
 def _refuse(row: ActionRow) -> None:
     raise InputError(
-        "a schedule whose stages have one replica, each with all its weights",
+        "a schedule whose stages have all their weights",
         f"the row {row.stage} {row.op.name}, of {NOT_BUILT[row.op]}",
-        "use one replica a stage",
+        "leave out what shards them",
     )
 
 

@@ -10,9 +10,11 @@ from typing import Protocol
 import torch
 
 from penstock.comm.transport.interface import Key, LaneName, Lanes, Message
+from penstock.comm.transport.local import Local
 from penstock.core.action import Op
 from penstock.core.lowered_loop import ActionRow
 from penstock.engine.passage_words import decode_passage, encode_passage, other_forward
+from penstock.engine.replica_rows import ReplicaRows
 from penstock.engine.stage_executor import StageExecutor
 from penstock.errors import InputError
 from penstock.model.loss import Total
@@ -65,10 +67,12 @@ class LocalTransfers:
 
 
 class StageTransfers:
-    """Between processes, over lanes. `news`: whether losses, scales and norms go along with the tensors.
+    """Over lanes, between processes or between the replicas of one. `news`: whether losses, scales and norms go along
+    with the tensors.
 
     `last_backward`: by stage, the micro-batch whose backward is the last that goes to the stage before. The loss of a
-    whole mini-batch goes along with it, so that no collective is needed for it.
+    whole mini-batch goes along with it, so that no collective is needed for it. With replicas, `rows` divides what is
+    sent, and `by_replica` has the stages of every replica here.
     """
 
     def __init__(
@@ -78,38 +82,61 @@ class StageTransfers:
         device: torch.device,
         news: bool = False,
         last_backward: Mapping[int, int] = MappingProxyType({}),
+        rows: ReplicaRows | None = None,
+        by_replica: Mapping[tuple[int, int], StageExecutor] = MappingProxyType({}),
     ) -> None:
         self.stages, self.lanes, self.device, self.news = stages, lanes, device, news
         self.last_backward, self._loss = last_backward, b""
         self.on_host = device.type == "cpu"  # where all that comes lies already
+        self.rows, self.by_replica = rows, by_replica
+        self.parts: dict[tuple[int, int, int, int], list[Values]] = {}  # stage, replica, peer and micro-batch
 
     def begin(self) -> None:
         self.lanes.runs += 1
+        self.parts.clear()
         self._loss = b""  # an old one must never pass for that of this run
 
     def send(self, row: ActionRow) -> None:
-        stage, microbatch, peer = row.stage, row.microbatch, row.peer
-        job = self.stages.jobs[microbatch]
+        _, stage, microbatch, _, peer, peer_replica, replica = row
+        stages = self._stages(row)
+        job = stages.jobs[microbatch]
+        rows = self.rows if job.share is not None else None  # else the first replicas run it alone
         traced = job.path.trace.values
-        outgoing = self.stages.store.take_outgoing(stage, peer, microbatch)
+        again = rows is not None and peer_replica < rows.peers(stage, replica, peer)[-1]
+        outgoing = stages.store.take_outgoing(stage, peer, microbatch, again)
+        if rows is not None:
+            outgoing = rows.divide(job, outgoing, stage, replica, peer, peer_replica)
         named = {traced[value].key: tensor for value, tensor in outgoing.items()}
-        message = Message(named, self._encode(job, stage, peer), job.stamp)
-        self.lanes.senders[LaneName(stage, peer)].send(Key(self.lanes.runs, microbatch), message)
+        message = Message(named, self._encode(job, stage, peer, peer_replica), job.stamp)
+        lane = LaneName(stage, peer, replica, peer_replica)
+        self.lanes.senders[lane].send(Key(self.lanes.runs, microbatch), message)
 
     def receive(self, row: ActionRow) -> bool:
-        stage, microbatch, peer = row.stage, row.microbatch, row.peer
-        message = self.lanes.receivers[LaneName(peer, stage)].receive(Key(self.lanes.runs, microbatch))
-        job, store = self.stages.jobs[microbatch], self.stages.store
+        _, stage, microbatch, _, peer, peer_replica, replica = row
+        receiver, key = self.lanes.receivers[LaneName(peer, stage, peer_replica, replica)], self._key(microbatch)
+        if isinstance(receiver, Local) and not receiver.has(key):
+            return False
+        message = receiver.receive(key)
+        stages = self._stages(row)
+        job, store = stages.jobs[microbatch], stages.store
         if message.stamp != job.stamp:
             raise InputError(
                 "the same batch on every rank",
                 f"another on the rank of stage {peer} than on that of stage {stage}",
                 "give every rank the same data (seed the loader alike), or give it on one rank with data='rank0'",
             )
-        values = _numbered(job, stage, peer, message.values)
+        values = _numbered(job, message.values, stage, peer)
         if not self.on_host:
             values = {value: tensor.to(self.device) for value, tensor in values.items()}
         self._decode(job, stage, peer, message.told)
+        if self.rows is not None and job.share is not None:
+            peers, place = self.rows.peers(stage, replica, peer), (stage, replica, peer, microbatch)
+            parts = self.parts.setdefault(place, [])
+            parts.append(values)
+            if len(parts) < len(peers):
+                return True
+            values = self.rows.join(job, self.parts.pop(place), stage, replica, peer)
+        _require_expected(job, values, stage, peer)
         if peer < stage:
             store.put_values(stage, microbatch, values)
         else:
@@ -122,9 +149,18 @@ class StageTransfers:
     def close(self) -> None:
         self.lanes.close()
 
-    def _encode(self, job: Job, stage: int, peer: int) -> bytes:
+    def _key(self, microbatch: int) -> Key:
+        return Key(self.lanes.runs, microbatch)
+
+    def _stages(self, row: ActionRow) -> StageExecutor:
+        return self.by_replica.get((row.stage, row.replica), self.stages)
+
+    def _encode(self, job: Job, stage: int, peer: int, peer_replica: int) -> bytes:
         if peer == stage + 1:
-            words = encode_passage(job.passage, job.path.trace)
+            passage = job.passage
+            if self.rows is not None and job.share is not None:
+                passage = self.rows.passage(job, job.share, stage, peer, peer_replica)
+            words = encode_passage(passage, job.path.trace)
             return job.words.down() + words if self.news else words
         if peer == stage - 1 and self.news:
             return job.words.up()
@@ -142,18 +178,19 @@ class StageTransfers:
             self._loss = words
 
 
-def _numbered(job: Job, stage: int, peer: int, named: Values) -> Values:
-    """Return what another stage has sent, by this rank's own numbers of the values. It must be what this rank's forward
-    has the two exchange."""
-    path = job.path
-    numbers = path.crossing
+def _numbered(job: Job, named: Values, stage: int, peer: int) -> Values:
+    """Return what another stage has sent, by this rank's own numbers of the values."""
+    numbers = job.path.crossing
     try:
-        values = {numbers[name]: tensor for name, tensor in named.items()}
+        return {numbers[name]: tensor for name, tensor in named.items()}
     except KeyError:
         unknown = sum(name not in numbers for name in named)
         raise other_forward(f"{unknown} values from stage {peer} to {stage} that this one does not have") from None
-    expected = path.routes[peer].get(stage, ()) if peer < stage and job.rows else values
+
+
+def _require_expected(job: Job, values: Values, stage: int, peer: int) -> None:
+    """Refuse less than what this rank's forward has the two stages exchange."""
+    expected = job.path.routes[peer].get(stage, ()) if peer < stage and job.rows else ()
     for value in expected:
         if value not in values:
-            raise other_forward(f"nothing in place of {path.describe(value)}, from stage {peer} to {stage}")
-    return values
+            raise other_forward(f"nothing in place of {job.path.describe(value)}, from stage {peer} to {stage}")

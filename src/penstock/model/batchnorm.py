@@ -3,7 +3,7 @@ running averages move once a step by those of the whole batch, with the unbiased
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeGuard
 
@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _NOTHING = nullcontext()
+Place = tuple[int, int, int]  # stage, call in the forward, replica
+Statistics = tuple[int, list[float], list[float]]  # count, mean, squares
 _TORCHS_OWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
@@ -28,10 +30,14 @@ class _Seen:
         count = x.numel() // x.shape[1]
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         variance, mean = torch.var_mean(wide, over, correction=0)
-        variance, mean = variance.double(), mean.double()
+        mean = mean.double()
+        self.join(count, mean, variance.double() * count)
+
+    def join(self, count: int, mean: torch.Tensor, squares: torch.Tensor) -> None:
+        """Add what others have been given."""
         off, total = mean - self.mean, self.count + count
         self.mean = self.mean + off * (count / total)
-        self.squares = self.squares + variance * count + off.square() * (self.count * count / total)
+        self.squares = self.squares + squares + off.square() * (self.count * count / total)
         self.count = total
 
 
@@ -54,15 +60,16 @@ class DeferredNorms:
         self.counts = True  # not while a forward is run a second time
         self.calls: dict[nn.Module, int] = {}  # in the forward that runs
         self.step = 0  # whose forward runs
-        self.seen: dict[int, dict[_BatchNorm, dict[tuple[int, int], _Seen]]] = {}  # by step; by stage and call
+        self.replica = 0
+        self.seen: dict[int, dict[_BatchNorm, dict[Place, _Seen]]] = {}  # by step
 
-    def forward(self, stage: int, step: int) -> AbstractContextManager[None]:
-        """Around a forward of a stage."""
-        return self._forward(stage, step) if self.norms else _NOTHING
+    def forward(self, stage: int, step: int, replica: int = 0) -> AbstractContextManager[None]:
+        """Return the context for a forward of a stage."""
+        return self._forward(stage, step, replica) if self.norms else _NOTHING
 
     @contextmanager
-    def _forward(self, stage: int, step: int) -> Iterator[None]:
-        self.stage, self.step, self.calls = stage, step, {}
+    def _forward(self, stage: int, step: int, replica: int) -> Iterator[None]:
+        self.stage, self.step, self.replica, self.calls = stage, step, replica, {}
         try:
             yield
         finally:
@@ -105,8 +112,30 @@ class DeferredNorms:
         """Move the running averages by what one step has seen."""
         with torch.no_grad():
             for norm, calls in self.seen.pop(step, {}).items():
-                for call in sorted(calls):
-                    _move(norm, calls[call])
+                for place in sorted({(stage, call) for stage, call, _ in calls}):
+                    _move(norm, _joined([calls[key] for key in sorted(calls) if key[:2] == place]))
+
+    def statistics(self, step: int) -> dict[str, Statistics]:
+        """Return what this process has seen in one step, by the norms' places in the model, for others to take in."""
+        norms = {norm: at for at, norm in enumerate(self.norms)}
+        return {
+            f"{norms[norm]} {' '.join(map(str, place))}": (seen.count, _listed(seen.mean), _listed(seen.squares))
+            for norm, calls in self.seen.get(step, {}).items()
+            for place, seen in calls.items()
+        }
+
+    def take_in(self, step: int, statistics: dict[str, Statistics], stages: Container[int]) -> None:
+        """Count what other replicas of these stages have seen, as if it had been seen here."""
+        for words, (count, mean, squares) in statistics.items():
+            at, stage, call, replica = map(int, words.split())
+            by_norm = self.seen.setdefault(step, {}).setdefault(self.norms[at], {})
+            if stage in stages and (stage, call, replica) not in by_norm:
+                device = next(self.norms[at].buffers()).device
+                seen = by_norm[stage, call, replica] = _Seen()
+                seen.count = count
+                seen.mean, seen.squares = (
+                    torch.tensor(values, dtype=torch.float64, device=device) for values in (mean, squares)
+                )
 
     def _gather(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.stage is not None and self.counts and norm.training:
@@ -114,8 +143,25 @@ class DeferredNorms:
             call = self.calls[norm] = self.calls.get(norm, -1) + 1
             with torch.no_grad():
                 by_norm = self.seen.setdefault(self.step, {}).setdefault(norm, {})
-                seen = by_norm.setdefault((self.stage, call), _Seen())
+                seen = by_norm.setdefault((self.stage, call, self.replica), _Seen())
                 seen.add(args[0] if args else kwargs["input"])
+
+
+def _joined(parts: list[_Seen]) -> _Seen:
+    """Return what all replicas were given together, joined in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    together = _Seen()
+    for part in parts:
+        assert isinstance(part.mean, torch.Tensor)
+        assert isinstance(part.squares, torch.Tensor)
+        together.join(part.count, part.mean, part.squares)
+    return together
+
+
+def _listed(values: torch.Tensor | float) -> list[float]:
+    assert isinstance(values, torch.Tensor)
+    return values.tolist()
 
 
 def _move(norm: _BatchNorm, seen: _Seen) -> None:

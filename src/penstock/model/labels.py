@@ -117,7 +117,7 @@ class Labels:
             return
         met = self.scored.setdefault(stage, {})
         met[part] = scored
-        if len(met) == len(self.spans):
+        if len(met) == sum(first < last for first, last in self.spans):
             every = [met[number] for number in sorted(met)]
             _require_one_kind(every)
             for call in range(max(len(one.calls) for one in every)):

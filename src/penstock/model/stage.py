@@ -50,6 +50,15 @@ class Settings:
     autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
+@dataclass(frozen=True)
+class Share:
+    """A replica's part of a micro-batch. `whole`: the rows of the micro-batch on all replicas of the stage together."""
+
+    replica: int
+    replicas: int
+    whole: int
+
+
 @dataclass
 class Job:
     """One micro-batch on its way through the stages. `finish` turns the model's result into a loss, on the last."""
@@ -70,7 +79,13 @@ class Job:
     words: Words = field(default_factory=Words)
     mates: Sequence[Job] = ()  # the micro-batches of its mini-batch, itself included
     labels: Labels | None = None  # of its mini-batch, where it is to be scored
+    share: Share | None = None  # of the micro-batch, where replicas divide it
     questions: list[Question] = field(default_factory=list)
+
+    @property
+    def labelled_part(self) -> int:
+        """The number of this part among those that the mini-batch's labels are divided into."""
+        return self.part if self.share is None else self.part * self.share.replicas + self.share.replica
 
     @property
     def batch_rows(self) -> int:
@@ -118,11 +133,13 @@ class Stage:
         buffers: Buffers,
         parameters: list[nn.Parameter],
         shared: Sequence[nn.Parameter] = (),
+        replica: int = 0,
     ) -> None:
         self.split, self.index, self.settings, self.norms, self.buffers = split, index, settings, norms, buffers
         self.parameters = parameters  # that its forward uses
-        # Of parameters that other stages use too, gradients are kept apart: added stage by stage in the end, they have
-        # the same bits whoever runs the stages.
+        self.replica = replica
+        # Of parameters that other stages or replicas use too, gradients are kept apart: added stage by stage and
+        # replica by replica in the end, they have the same bits whoever runs the stages.
         self.shared = list(shared)
         self.parts: dict[nn.Parameter, torch.Tensor] = {}
         self.last = index == split.pieces - 1
@@ -255,16 +272,17 @@ class Stage:
         changed = job.path.changed[self.index]
         fed = {v: t.clone() if v in changed else t for v, t in values.items()} if changed else values
         if job.step >= 0:  # else with random numbers as they come
-            seed_all(mixed(self.settings.seed, job.step, self.index, job.part), self.settings.device)
+            place = (self.index, job.part, self.replica) if self.replica else (self.index, job.part)
+            seed_all(mixed(self.settings.seed, job.step, *place), self.settings.device)
         defer = contextlib.nullcontext if queue is None else functools.partial(deferring, queue)
-        with self.settings.autocast(), self.norms.forward(self.index, job.step), self._scoring(job):
+        with self.settings.autocast(), self.norms.forward(self.index, job.step, self.replica), self._scoring(job):
             made, result = self.split.run(
                 job.path, self.index, fed, job.passage, job.args, job.kwargs, defer, job.chance
             )
             return made, self._finished(job, result) if self.last else None
 
     def _scoring(self, job: Job) -> contextlib.AbstractContextManager[Any]:
-        return _NOTHING if job.labels is None else Part(job.labels, job.part, self.index, self.last)
+        return _NOTHING if job.labels is None else Part(job.labels, job.labelled_part, self.index, self.last)
 
     def _saving(self, job: Job) -> contextlib.AbstractContextManager[Any]:
         if self.reweigh is not None:

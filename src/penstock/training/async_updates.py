@@ -146,6 +146,10 @@ class StageUpdates:
                 self.norms[number] = sqrt(job.words.squares)
         self.waiting[stage.index, number + 1] = complete
 
+    def reduce(self, stage: Stage, version: int) -> None:
+        """Without a flush there are no replicas, so far."""
+        raise AssertionError("replicas of an asynchronous schedule are refused when it is read")
+
     def update(self, stage: Stage, version: int) -> None:
         """The schedule wants a version: made now, or when its norm has been agreed on."""
         if not self.agreeing:

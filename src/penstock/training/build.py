@@ -22,6 +22,7 @@ from penstock.comm.transport.open import open_lanes, wish_of
 from penstock.comm.world.world import Alone
 from penstock.engine.observer import Observers
 from penstock.engine.passage_words import other_forward
+from penstock.engine.replica_rows import ReplicaRows
 from penstock.engine.weights.ties import TiedWeights, tie_groups
 from penstock.errors import SplitError
 from penstock.model.batch import as_call, piece, require_device
@@ -36,6 +37,7 @@ from penstock.model.split import Cuts, Split
 from penstock.model.stage import Recompute, Settings, Stage
 from penstock.training.batches import Feed, taken_by
 from penstock.training.build_engine import Chosen, Engine, Ground, build_engine, choose, describe, require_sound
+from penstock.training.build_replicas import divided_rows, open_sums, require_steady_buffers
 from penstock.training.first_step import compare_with_whole
 from penstock.training.flush_updates import FlushUpdates
 from penstock.training.model_state import guard, release
@@ -170,11 +172,12 @@ def assemble(wanted: Wanted) -> Assembled:
     _require_once(split, settings)
     if wanted.verify and not bare:
         compare_with_whole(split, args, kwargs, device)
+    rows = divided_rows(crew, split, args, kwargs, device, bare) if crew.replicated else None
     if not crew.alone:
         _rehearse(split, args, kwargs)
     if bare:
         materialise(model, _needed(split, crew.here), device, wanted.load)
-    return _joined(wanted, crew, split, chosen, settings, feed)
+    return _joined(wanted, crew, split, chosen, settings, feed, rows)
 
 
 def _settings(wanted: Wanted, common: Settings, stage: int) -> Settings:
@@ -190,26 +193,42 @@ def _settings(wanted: Wanted, common: Settings, stage: int) -> Settings:
 
 
 def _joined(
-    wanted: Wanted, crew: Crew, split: Split, chosen: Chosen, settings: tuple[Settings, ...], feed: Feed
+    wanted: Wanted,
+    crew: Crew,
+    split: Split,
+    chosen: Chosen,
+    settings: tuple[Settings, ...],
+    feed: Feed,
+    rows: ReplicaRows | None,
 ) -> Assembled:
     """The parts that depend on which stages are this process's."""
     model = split.model
     used, tied = [split.used(stage) for stage in range(split.pieces)], split.ties()
     if not crew.alone:
         _require_parted_buffers(crew, split)
+    if crew.replicated:
+        require_steady_buffers(crew, split)
     named = dict(model.named_parameters())
     norms, buffers = DeferredNorms(model), Buffers(model)
     shared = {stage: [named[name] for name, users in tied.items() if stage in users] for stage in crew.here}
-    stages = [Stage(split, at, settings[at], norms, buffers, used[at], shared[at]) for at in crew.here]
+    shared |= {stage: used[stage] for stage in crew.here if crew.replicas[stage] > 1}
+    stages = [
+        Stage(split, at, settings[at], norms, buffers, used[at], shared[at], replica)
+        for at in crew.here
+        for replica in (range(crew.replicas[at]) if crew.alone else (crew.replica,))
+    ]
     device = settings[0].device
     lanes = _open(wanted, crew, split.edges, tied, device)
-    ties = TiedWeights(tie_groups((named[name], users) for name, users in tied.items()), set(crew.here), lanes)
+    groups = tie_groups((named[name], users) for name, users in tied.items())
+    ties = TiedWeights(groups, set(crew.here), lanes, crew.replicas, crew.replica)
     owned = {at: split.parameters(at) for at in crew.here}
     optimizers = Optimizers(
         owned, wanted.optimizer, wanted.lr_scheduler, wanted.clip, wanted.accumulate, wanted.precision == "fp16"
     )
     observers = Observers()
-    flush = FlushUpdates(optimizers, {stage.index: stage for stage in stages}, ties, crew.world, observers)
+    first = {stage.index: stage for stage in reversed(stages)}
+    sums = None if rows is None else open_sums(crew, stages, device)
+    flush = FlushUpdates(optimizers, first, ties, crew.world, observers, sums)
     # Last, when nothing is left to refuse: from here on weights may move.
     swap = Swap([used[at] if Offload.WEIGHTS in settings[at].offload else [] for at in range(split.pieces)], device)
     optimizers.fetch = swap.turn
@@ -221,8 +240,9 @@ def _joined(
         flush.spread_weights()
     names = {parameter: name for name, parameter in named.items()}
     ground = Ground(
-        crew, stages, settings, optimizers, flush, lanes, ties, swap.turn, names, wanted.timeline, observers
-    )
+        crew, stages, settings, optimizers, flush, lanes, ties, swap.turn, names, wanted.timeline, observers, rows,
+        norms,
+    )  # fmt: skip
     return Assembled(split, ground, build_engine(chosen, ground, split.edges), norms, buffers, feed)
 
 
@@ -251,6 +271,7 @@ def _agree(crew: Crew, model: nn.Module, chosen: Chosen, wanted: Wanted) -> None
         {
             "schedule": describe(chosen),
             "micro-batches": wanted.microbatches,
+            "replicas": list(crew.replicas),
             "cuts": None if wanted.cuts is None else list(wanted.cuts),
             "plan": None if wanted.plan is None else wanted.plan.in_short(),
             "seed": wanted.seed,
@@ -274,7 +295,7 @@ def _open(
     if isinstance(crew.world, Alone):
         return None
     pairs = [(users[0], user) for users in tied.values() for user in users[1:]]
-    names = lane_names(crew.placement, edges, pairs)
+    names = lane_names(crew.placement, edges, pairs, crew.replicas)
     return open_lanes(crew.world, names, crew.placement, device, wanted.transport)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,19 +22,23 @@ from penstock.engine.executor import Executor, StatusObserver, Updates, WeightSe
 from penstock.engine.measure.activation_bytes import ActivationMeter
 from penstock.engine.measure.clock import Clock
 from penstock.engine.observer import Observer, Observers
+from penstock.engine.replica_rows import ReplicaRows
 from penstock.engine.stage_executor import StageExecutor
 from penstock.engine.transfers import LocalTransfers, StageTransfers
 from penstock.engine.weights.select import CurrentWeights, Remedy, VersionedWeights
 from penstock.engine.weights.ties import TiedWeights
 from penstock.errors import InputError
+from penstock.model.batchnorm import DeferredNorms
 from penstock.model.offload import Offload
 from penstock.model.reweigh import Reweigh
 from penstock.model.stage import Settings, Stage
 from penstock.training.async_updates import StageUpdates
+from penstock.training.build_replicas import local_lanes
 from penstock.training.flush_updates import FlushUpdates
 from penstock.training.loop_status import LoopStatus
 from penstock.training.options import Asked, Wanted, read_schedule, with_edges
 from penstock.training.processes import Crew
+from penstock.training.replicas import MiniBatchEnd
 from penstock.training.stage_optimizers import Optimizers
 from penstock.training.staleness import Remedies, momentum_steps, read_remedies, require_known, without_remedies
 
@@ -55,6 +60,8 @@ class Ground:
     names: dict[nn.Parameter, str]
     timeline: bool
     observers: Observers
+    rows: ReplicaRows | None  # how replicas divide micro-batches, where a stage has several
+    norms: DeferredNorms
 
     def slots(self, shape: Shape) -> tuple[int, ...]:
         """Return which slots of a shape this process runs."""
@@ -81,6 +88,7 @@ class Engine:
     clock: Clock | None
     remedies: Remedies
     rows: tuple[list[list[ActionRow]], list[list[ActionRow]]] | None = None
+    end: MiniBatchEnd | None = None  # with replicas
     meter: ActivationMeter | None = None
     updates: StageUpdates | None = None
     weights: VersionedWeights | None = None
@@ -92,7 +100,8 @@ def choose(wanted: Wanted, stages: int | None, cuts: Sequence[str] | None) -> Ch
     _require_methods_own(wanted.options)
     if isinstance(wanted.schedule, str):
         require_known(wanted.schedule, wanted.options)
-    asked = Asked(wanted.schedule, stages, wanted.microbatches, wanted.chunks, without_remedies(wanted.options))
+    options = without_remedies(wanted.options)
+    asked = Asked(wanted.schedule, stages, wanted.microbatches, wanted.chunks, options, wanted.replicas)
     built = read_schedule(asked, cuts)
     if wanted.plan is not None:
         wanted.plan.require_fit(built.shape)
@@ -116,7 +125,8 @@ def describe(chosen: Chosen) -> str:
     built = chosen.built
     actions = len(built) if isinstance(built, Schedule) else sum(map(len, (*built.fill, *built.body)))
     remedies = f" with {chosen.remedies}" if chosen.remedies != Remedies() else ""
-    return f"{built.shape.name} of {actions} actions{remedies}"
+    replicas = f" with {':'.join(map(str, built.shape.replicas))} replicas" if max(built.shape.replicas) > 1 else ""
+    return f"{built.shape.name} of {actions} actions{replicas}{remedies}"
 
 
 def build_engine(chosen: Chosen, ground: Ground, edges: tuple[tuple[int, int], ...]) -> Engine:
@@ -139,16 +149,44 @@ def _synchronous(built: Schedule, ground: Ground) -> Engine:
     slots = ground.slots(schedule.shape)
     every = [slot_rows(schedule, slot) for slot in slots]
     split = {(row.stage, row.microbatch) for rows in every for row in rows if row.op is Op.I}
-    stages = StageExecutor(ground.stages, lambda stage, microbatch: (stage, microbatch) in split)
+    is_split: Callable[[int, int], bool] = lambda stage, microbatch: (stage, microbatch) in split  # noqa: E731
+    stages = StageExecutor([stage for stage in ground.stages if not stage.replica or ground.lanes], is_split)
     ends = {row.stage: row.microbatch for rows in every for row in rows if _goes_before(row)}
-    executor = _executor(ground, slots, stages, CurrentWeights(ground.fetch), ground.flush, ends)
+    weights, end = CurrentWeights(ground.fetch), None
+    if ground.rows is None:
+        executor = _executor(ground, slots, stages, weights, ground.flush, ends)
+    else:
+        executor, end = _replicated(ground, ground.rows, schedule.shape, stages, is_split, weights)
     clock = Clock(slots) if ground.timeline else None
     meter = None if clock is None or ground.lanes is None else ActivationMeter(stages, ground.stages[0].settings.device)
     flush = [next(at for at, row in enumerate(rows) if row.op is Op.UPDATE) for rows in every]
     before = [rows[:at] for rows, at in zip(every, flush, strict=True)]
     updates = [rows[at:] for rows, at in zip(every, flush, strict=True)]
     observers = _own_observers(ground, clock)
-    return Engine(schedule, executor, observers, clock, Remedies(), (before, updates), meter)
+    return Engine(schedule, executor, observers, clock, Remedies(), (before, updates), end, meter)
+
+
+def _replicated(
+    ground: Ground,
+    rows: ReplicaRows,
+    shape: Shape,
+    stages: StageExecutor,
+    is_split: Callable[[int, int], bool],
+    weights: WeightSelection,
+) -> tuple[Executor, MiniBatchEnd]:
+    """Return an executor of stages with replicas, each with rows of its own, and what ends its mini-batches."""
+    slots, world = ground.slots(shape), ground.crew.world
+    own = {(stage.index, stage.replica): stage for stage in ground.stages}
+    by_slot = [stages]
+    if ground.lanes is None:
+        places = [(shape.stages_of(int(shape.slot_rank[slot])), int(shape.slot_replica[slot])) for slot in slots]
+        by_slot = [StageExecutor([own[at, replica] for at in here], is_split) for here, replica in places]
+    by_replica = {(at, stage.replica): part for part in by_slot for at, stage in part.stages.items()}
+    lanes = ground.lanes or local_lanes(shape)
+    transfers = StageTransfers(stages, lanes, ground.stages[0].settings.device, rows=rows, by_replica=by_replica)
+    guard = partial(failures_told, world.watch) if isinstance(world, World) else nullcontext
+    executor = Executor(slots, stages, transfers, weights, ground.flush, ground.observers, guard, by_slot)
+    return executor, MiniBatchEnd(world, by_replica, ground.norms, shape.stages - 1)
 
 
 def _goes_before(row: ActionRow) -> bool:

@@ -23,6 +23,7 @@ from penstock.errors import InputError
 from penstock.model.loss import Total
 from penstock.model.stage import Job, Stage
 from penstock.training.finite_gradients import Fault, Gradients, refusal, values_of
+from penstock.training.replicas import ReplicaSums
 from penstock.training.stage_optimizers import Optimizers, require_scale
 
 
@@ -43,9 +44,10 @@ class FlushUpdates:
         ties: TiedWeights,
         world: World | Alone,
         observers: Observers,
+        sums: ReplicaSums | None = None,
     ) -> None:
         self.optimizers, self.stages, self.ties, self.world = optimizers, stages, ties, world
-        self.observers = observers
+        self.observers, self.sums = observers, sums
         self.fresh: Gradients = {}  # of this step
         self.ready: Gradients = {}  # agreed upon, for the update rows
         self.usable = False  # whether the update rows shall step
@@ -82,6 +84,8 @@ class FlushUpdates:
         try:
             yield
             self.fresh = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+            if self.sums is not None:
+                self.fresh |= self.sums.finish({p for group in self.ties.groups for p in group.parameters})
             for parameter, tied in self._tied().items():
                 own = self.fresh.get(parameter)  # of a loss that reads the weight itself, to keep it small
                 self.fresh[parameter] = tied if own is None else tied + own
@@ -119,11 +123,17 @@ class FlushUpdates:
             parameter.grad = None
         return Update(usable, norm)
 
+    def reduce(self, stage: Stage, version: int) -> None:
+        """Begin to add the gradients of a stage's replicas."""
+        assert self.sums is not None
+        self.sums.start(stage)
+
     def update(self, stage: Stage, version: int) -> None:
-        """Step a stage's optimizer by the gradients that were agreed upon; nothing while steps are accumulated."""
-        if not self.usable:
-            return
+        """Step a stage's optimizer by the gradients that were agreed upon; nothing while steps are accumulated.
+        Replicas in one process have the same weights, which the first of them steps."""
         at = stage.index
+        if not self.usable or at not in self.left:
+            return
         self.optimizers.updating = at
         self.optimizers.fetch(at)
         for notify in self.observers.update_begins:
@@ -149,6 +159,8 @@ class FlushUpdates:
         """Forget what an interrupted step has left behind."""
         self.fresh, self.ready, self.usable = {}, {}, False
         self.ties.forget()
+        if self.sums is not None:
+            self.sums.forget()
 
     def _finish(self) -> None:
         self._receive_copies()

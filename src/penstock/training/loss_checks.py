@@ -26,7 +26,7 @@ from penstock.model.stage import Job, Question
 from penstock.model.untouched import untouched
 from penstock.training.first_step import Compared, warn_coupled, warn_hidden
 from penstock.training.label_counts import LabelCounts, Uneven, variants
-from penstock.training.micro_batches import Finish, both, kept_and_scored, scored, unchanged
+from penstock.training.micro_batches import Cut, Finish, both, divided_spans, kept_and_scored, scored, unchanged
 from penstock.training.pipeline_parts import LossFunction, PipelineParts
 
 
@@ -45,7 +45,7 @@ class LossChecks:
             return
         rows, last = rows_of(as_call(inputs), target), pipe.crew.world.rank == pipe.crew.last
         with self._aside(), pipe.settings[0].autocast():
-            parts = self._results(inputs, target, min(pipe.microbatches, rows), 0, kept_and_scored(loss))
+            parts = self._results(inputs, target, self._parts(rows), 0, kept_and_scored(loss))
             whole = self._results(inputs, target, 1, 0)
             if parts is None or whole is None:
                 return
@@ -70,7 +70,7 @@ class LossChecks:
         if not self.pipe.verify or self.pipe.split.first.trace.written:
             return []  # a forward that changes its weights has another loss each time, whatever the labels
         rows, later = rows_of(as_call(inputs), target), []
-        cut = spans(rows, min(self.pipe.microbatches, rows))
+        cut = self._parts(rows)
         for uneven in self.counts.uneven((inputs, target), cut):
             known = self.counts.weighs.get(uneven.suspect)
             if known is None and flowing and uneven.micro_batch(cut) is not None:
@@ -118,6 +118,11 @@ class LossChecks:
             found = self._results(*few, 1, 0, scored(loss), changed, uneven.row is None)
         return self.pipe.crew.tell(None if found is None else found[0])  # type: ignore[no-any-return]
 
+    def _parts(self, rows: int) -> list[tuple[int, int]]:
+        """Return the rows of all parts of a batch that have a loss of their own."""
+        cut = spans(rows, min(self.pipe.microbatches, rows))
+        return [span for span in divided_spans(cut, self.pipe.crew.replicas[-1]) if span[0] < span[1]]
+
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """A layer that changes numbers in eval mode too, or keeps them: the user's step must find them as they were."""
@@ -130,7 +135,7 @@ class LossChecks:
         self,
         inputs: Any,
         target: Any,
-        parts: int,
+        parts: Cut,
         step: int,
         finish: Finish = unchanged,
         changed: list[Any] | None = None,

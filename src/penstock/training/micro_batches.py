@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.engine.replica_rows import part_of
 from penstock.errors import InputError
 from penstock.model.batch import as_call, piece, require_device, rows_of, spans
 from penstock.model.labels import Labels, Memory
@@ -17,11 +18,12 @@ from penstock.model.mean_loss import weight_of
 from penstock.model.path import Path
 from penstock.model.seeding import mixed
 from penstock.model.split import Split
-from penstock.model.stage import Job
+from penstock.model.stage import Job, Share
 from penstock.training.batches import Feed, taken_by
 
 Cut = int | list[tuple[int, int]]  # how many micro-batches, empty where rows are too few, or the rows of each
 Finish = Callable[[Any, Any, int], Any]  # of the model's result, the target and the rows
+Place = tuple[int, int]  # the replicas of a stage, and the number of one
 
 
 class MicroBatches:
@@ -32,30 +34,66 @@ class MicroBatches:
         self.trained = self._trained()
         self.memory = Memory()  # of how the loss weighs
 
-    def jobs(self, inputs: Any, target: Any, cut: Cut, finish: Finish, step: int, first_number: int = 0) -> list[Job]:
+    def by_replica(
+        self, inputs: Any, target: Any, parts: int, finish: Finish, step: int, places: Sequence[Place]
+    ) -> list[list[Job]]:
+        """Return the jobs of each of some replicas, given as (replicas of its stage, its number)."""
+        call = as_call(inputs)
+        rows = rows_of(call, target)
+        cut = spans(rows, min(parts, rows))
+        missing = [(rows, rows)] * (parts - len(cut))
+        divided = {replicas: divided_spans([*cut, *missing], replicas) for replicas, _ in places}
+        labels = {count: Labels((call, target), every, self.memory, weight_of) for count, every in divided.items()}
+        return [
+            self._of_replica(
+                self.jobs(inputs, target, divided[count][replica::count], finish, step, labels=labels[count]),
+                [last - first for first, last in cut],
+                (count, replica),
+            )
+            for count, replica in places
+        ]
+
+    def _of_replica(self, jobs: list[Job], rows: list[int], place: Place) -> list[Job]:
+        """Say in the jobs of one replica which part of each micro-batch they are."""
+        for number, job in enumerate(jobs):
+            job.share = Share(place[1], place[0], rows[number] if number < len(rows) else 0)
+            job.last = number == len(rows) - 1
+        return jobs
+
+    def jobs(
+        self,
+        inputs: Any,
+        target: Any,
+        cut: Cut,
+        finish: Finish,
+        step: int,
+        first_number: int = 0,
+        labels: Labels | None = None,
+    ) -> list[Job]:
+        """Return the micro-batches of a batch. One without rows has nothing to be done."""
         call = as_call(inputs)
         self._notice_frozen()
         require_device((call, target), self.device)
         stamp, every = self.feed.stamp(inputs, target), rows_of(call, target)
         parts = cut if isinstance(cut, int) else len(cut)
         cut = spans(every, min(cut, every)) if isinstance(cut, int) else cut
-        labels = Labels((call, target), cut, self.memory, weight_of) if isinstance(finish, scored) else None
+        if labels is None and isinstance(finish, scored):
+            labels = Labels((call, target), cut, self.memory, weight_of)
         jobs: list[Job] = []
         path_of = self._paths(call)
-        for number, (first, last) in enumerate(cut):
-            args, kwargs = piece(call, first, last, every)
-            rows, wanted = last - first, piece(target, first, last, every)
-            ending = _Finish(finish, wanted, rows)
-            chance = mixed(self.seed, step, number)
-            with taken_by(self.split.model, args, kwargs):
-                path = path_of(args, kwargs, rows, chance)
-            job = Job(first_number + number, step, args, kwargs, rows, path, ending, chance=chance)
+        for number in range(parts):
+            first, last = cut[number] if number < len(cut) else (0, 0)
+            rows, chance = last - first, mixed(self.seed, step, number)
+            if not rows:  # the schedule has places for them
+                path = jobs[0].path if jobs else self.split.first
+                job = Job(first_number + number, step, (), {}, 0, path, _no_result)
+            else:
+                args, kwargs = piece(call, first, last, every)
+                with taken_by(self.split.model, args, kwargs):
+                    path = path_of(args, kwargs, rows, chance)
+                ending = _Finish(finish, piece(target, first, last, every), rows)
+                job = Job(first_number + number, step, args, kwargs, rows, path, ending, chance=chance, labels=labels)
             job.last, job.part, job.stamp, job.mates = number == len(cut) - 1, number, stamp, jobs
-            job.labels = labels
-            jobs.append(job)
-        for number in range(len(cut), parts):  # the schedule has places for them, in which then nothing is done
-            job = Job(first_number + number, step, (), {}, 0, jobs[0].path, _no_result)
-            job.part, job.stamp, job.mates = number, stamp, jobs
             jobs.append(job)
         return jobs
 
@@ -99,6 +137,16 @@ class MicroBatches:
             "change the model first and make the Pipeline then, or change values in place (load_state_dict without "
             "assign=True)",
         )
+
+
+def divided_spans(cut: Sequence[tuple[int, int]], replicas: int) -> list[tuple[int, int]]:
+    """Return the rows of every replica's part of every micro-batch, in their order; some may be empty."""
+    parts = []
+    for first, last in cut:
+        for replica in range(replicas):
+            begin, end = part_of(last - first, replicas, replica)
+            parts.append((first + begin, first + end))
+    return parts
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Wanted:
     load: Callable[[str], torch.Tensor] | None
     options: dict[str, Any] = field(default_factory=dict)  # of the schedule's method
     plan: Planned | None = None
+    replicas: int | Sequence[int] = 1
 
     def __post_init__(self) -> None:
         """Refuse what is of the wrong kind altogether; what it means is looked at where it is used."""
@@ -132,6 +133,7 @@ class Course:
     chunks: int | None
     options: dict[str, Any]
     plan: Planned | None = None
+    replicas: int | Sequence[int] = 1
 
 
 def read_course(plan: object, given: dict[str, Any], options: dict[str, Any]) -> Course:
@@ -140,7 +142,9 @@ def read_course(plan: object, given: dict[str, Any], options: dict[str, Any]) ->
         require_alone(given)
         found = read_plan(plan)
         its = found.plan
-        return Course(its.ranks, its.schedule, its.microbatches, its.chunks, found.options(options), found)
+        return Course(
+            its.ranks, its.schedule, its.microbatches, its.chunks, found.options(options), found, its.replicas
+        )
     schedule, microbatches = given["schedule"], given["microbatches"]
     return Course(
         given["stages"],
@@ -148,6 +152,7 @@ def read_course(plan: object, given: dict[str, Any], options: dict[str, Any]) ->
         _microbatches(schedule) if microbatches is None else microbatches,
         given["chunks"],
         options,
+        replicas=1 if given["replicas"] is None else given["replicas"],
     )
 
 
@@ -177,10 +182,14 @@ class Asked:
     microbatches: int
     chunks: int | None
     options: dict[str, Any]
+    replicas: int | Sequence[int] = 1
 
     def named(self, stages: int, edges: Sequence[tuple[int, int]] = ()) -> Schedule | Loop:
         assert isinstance(self.schedule, str)
-        given: dict[str, Any] = {"stages": stages, "microbatches": self.microbatches, "edges": edges, **self.options}
+        given: dict[str, Any] = {
+            "stages": stages, "microbatches": self.microbatches, "edges": edges,
+            "replicas": self.replicas, **self.options,
+        }  # fmt: skip
         if find(self.schedule).asynchronous:
             if self.chunks not in (None, 1):
                 raise InputError(f"one chunk a rank for {self.schedule}", self.chunks, "leave chunks out")
@@ -206,8 +215,10 @@ def read_schedule(asked: Asked, cuts: Sequence[str] | None) -> Schedule | Loop:
             f"{shape.name!r} of {shape.batches}",
             "give batches=1; it is repeated for every mini-batch",
         )
-    if shape.slots != shape.ranks:
-        raise InputError("a schedule without replicas", repr(shape.name), "leave replicas out")
+    if shape.slots != shape.ranks and not isinstance(built, Schedule):
+        raise InputError(
+            "a synchronous schedule for stages with replicas", repr(shape.name), "choose one, or leave replicas out"
+        )
     if cuts is not None and len(cuts) != shape.stages - 1:
         raise InputError(f"{shape.stages - 1} cuts for {shape.stages} pieces", len(cuts), "name one cut a boundary")
     return built

@@ -17,10 +17,10 @@ from torch import nn
 
 from penstock.core.arguments import named, parameters_of, refuse_unknown
 from penstock.core.loop import Loop
-from penstock.core.lowered_loop import ActionRow
 from penstock.core.schedule import Schedule
 from penstock.core.timeline import Timeline
 from penstock.errors import InputError
+from penstock.model.batch import as_call, rows_of
 from penstock.model.chain import Chain
 from penstock.model.loss import Total, total_of
 from penstock.model.materialise import read_later
@@ -34,6 +34,7 @@ from penstock.training.async_trainer import AsyncTrainer
 from penstock.training.batches import input_gradients
 from penstock.training.build import Assembled, assemble
 from penstock.training.build_engine import SETTLED, Engine, build_engine, choose, describe
+from penstock.training.build_replicas import require_rows
 from penstock.training.evaluation import Forwards
 from penstock.training.flush_updates import Update
 from penstock.training.health import Health
@@ -78,6 +79,7 @@ class Pipeline:
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
         cuts: Sequence[str] | None = None,
         chunks: int | None = None,
+        replicas: int | Sequence[int] | None = None,
         plan: Any = None,
         recompute: str = "never",
         offload: bool | str = False,
@@ -97,12 +99,15 @@ class Pipeline:
         refuse_unknown("Pipeline", options, [*parameters_of(Pipeline), *OPTIONS, *REMEDIES, *SETTLED])
         require_plain_loss(loss)
         fill = read_later if isinstance(load, (str, os.PathLike)) else load
-        given = {"stages": stages, "schedule": schedule, "microbatches": microbatches, "cuts": cuts, "chunks": chunks}
+        given: dict[str, Any] = {
+            "stages": stages, "schedule": schedule, "microbatches": microbatches, "cuts": cuts, "chunks": chunks,
+            "replicas": replicas,
+        }  # fmt: skip
         course = read_course(plan, given, dict(options))
         self.wanted = Wanted(
             model, example, course.stages, course.schedule, course.microbatches, optimizer, cuts, course.chunks,
             recompute, offload, precision, clip, accumulate, lr_scheduler, seed, verify, data, transport, timeout,
-            timeline, fill, course.options, course.plan,
+            timeline, fill, course.options, course.plan, course.replicas,
         )  # fmt: skip
         self.loss, self.index, self.verify = loss, 0, verify
         self.working = False  # inside a step
@@ -147,7 +152,7 @@ class Pipeline:
         inputs, target = self.feed.one(inputs, target)
         self.checks.every_batch(loss, inputs, target)
         with torch.enable_grad(), input_gradients(inputs, self.crew.alone) as scaled:
-            found = self.again(lambda: self._run(self.jobs(inputs, target, self.microbatches, scored(loss))))
+            found = self.again(lambda: self._run(*self._by_slot(inputs, target, scored(loss))))
             scaled.by = self.optimizers.unit / (found.weight * self.optimizers.scale)
         self.checks.first_batch(loss, inputs, target)
         update = self._updated(found)
@@ -189,10 +194,13 @@ class Pipeline:
         parts = own if microbatches is None else microbatches
         wanted = replace(self.wanted, schedule=schedule, microbatches=parts, options=dict(options), plan=None)
         chosen = choose(wanted, self.schedule.shape.ranks, None)
-        if chosen.built.shape.placement != self.schedule.shape.placement:
+        ours, theirs = self.schedule.shape, chosen.built.shape
+        if theirs.placement != ours.placement or theirs.replicas != ours.replicas:
+            replicas = f" with {list(ours.replicas)} replicas" if self.crew.replicated else ""
             raise InputError(
-                f"a schedule for {self.split.pieces} stages placed on ranks {list(self.schedule.shape.placement)}",
-                f"{chosen.built.shape.name} with {list(chosen.built.shape.placement)}",
+                f"a schedule for {self.split.pieces} stages placed on ranks {list(ours.placement)}{replicas}",
+                f"{theirs.name} with {list(theirs.placement)}"
+                + (f" and {list(theirs.replicas)} replicas" if replicas or max(theirs.replicas) > 1 else ""),
                 "make a Pipeline of its own for it",
             )
         if not self.crew.alone:
@@ -315,19 +323,31 @@ class Pipeline:
             if self.async_trainer is not None:
                 return
 
-    def _run(self, jobs: list[Job]) -> Total:
+    def _by_slot(self, inputs: Any, target: Any, finish: scored) -> tuple[list[Job], list[list[Job]], int]:
+        """Return the jobs of a mini-batch; where stages have replicas, those of each slot of this process; and its
+        rows."""
+        if not self.crew.replicated:
+            jobs = self.jobs(inputs, target, self.microbatches, finish)
+            return jobs, [], sum(job.rows for job in jobs)
+        shape, rows = self.schedule.shape, rows_of(as_call(inputs), target)
+        require_rows(shape, rows)
+        slots = self.executor.slots
+        places = [(shape.replicas[shape.slot_rank[slot]], int(shape.slot_replica[slot])) for slot in slots]
+        return [], self.micro_batches.by_replica(inputs, target, self.microbatches, finish, self.index, places), rows
+
+    def _run(self, jobs: list[Job], by_slot: list[list[Job]], rows: int) -> Total:
         """Run all forwards and backwards; whatever goes wrong, the model is then as it was before."""
         assert self.engine is not None
         assert self.engine.rows is not None
-        root = self.flush.root(sum(job.rows for job in jobs))
-        for job in jobs:
+        root = self.flush.root(rows)
+        for job in (job for some in (jobs, *by_slot) for job in some):
             job.root = root
         self.norms.forget()
         before = self.before = self.buffers.save()
         try:
             with random_states_kept(self.device), self.norms, self.flush.gathering(), self.busy():
                 with self.health.of_run():
-                    loss = self._run_rows(self.engine, jobs, self.engine.rows[0])
+                    loss = self._run_rows(self.engine, jobs, by_slot)
                 loss.require_usable()
         except BaseException:
             self.executor.drop()
@@ -337,16 +357,21 @@ class Pipeline:
         self.buffers.learn(before)
         return loss
 
-    def _run_rows(self, engine: Engine, jobs: list[Job], rows: list[list[ActionRow]]) -> Total:
+    def _run_rows(self, engine: Engine, jobs: list[Job], by_slot: list[list[Job]]) -> Total:
         """Run the rows of a mini-batch before its updates."""
+        assert engine.rows is not None
         if engine.clock is not None:
             engine.clock.forget()
         if engine.meter is not None:
             engine.meter.step_begins(self.observers)
-        self.executor.begin(jobs)
-        with self.executor.stages.watched():
-            self.executor.run(rows)
-        return self.executor.loss()
+        self.executor.begin(jobs, by_slot)
+        with self.executor.watched():
+            self.executor.run(engine.rows[0])
+        if engine.end is None:
+            return self.executor.loss()
+        every = [job.labels for some in by_slot for job in some if job.labels is not None]
+        labels = list({id(one): one for one in every}.values())
+        return engine.end.exchange(self.index, labels, self.micro_batches.memory)
 
     def _updated(self, loss: Total) -> Update:
         assert self.engine is not None

@@ -19,9 +19,10 @@ from penstock.core.shape import Shape
 from penstock.core.text_profile import NUMBER
 from penstock.errors import FormatError, InputError
 from penstock.planners.prediction import Prediction
+from penstock.schedules.registry import METHODS
 from penstock.training.staleness import NAMES as REMEDIES
 
-ITS_OWN = ("stages", "cuts", "chunks", "schedule", "microbatches")  # what a plan says
+ITS_OWN = ("stages", "cuts", "chunks", "replicas", "schedule", "microbatches")  # what a plan says
 WRITE = "write it with `penstock plan --json`"
 
 
@@ -34,12 +35,13 @@ class Planned:
 
     def __post_init__(self) -> None:
         most, widest = max(self.plan.replicas), max(map(len, self.plan.slots))
-        expected = "a plan with one {}, which is all that can be run so far"
-        if most > 1:
-            do = "plan again by `penstock plan --replicas 1`, or with replicas=1 in penstock.plan()"
-            raise InputError(expected.format("replica a stage"), most, do)
+        if most > 1 and METHODS[self.plan.schedule].asynchronous:
+            do = "plan again by `penstock plan --replicas 1`, or by a method that flushes"
+            expected = "one replica a stage in an asynchronous plan, which is all that can be run so far"
+            raise InputError(expected, most, do)
         if widest > 1:
-            raise InputError(expected.format("device in each tensor group"), widest, "plan again by penstock plan")
+            expected = "a plan with one device in each tensor group, which is all that can be run so far"
+            raise InputError(expected, widest, "plan again by penstock plan")
 
     def options(self, given: dict[str, Any]) -> dict[str, Any]:
         """The schedule's options, and the remedies that are given beside the plan."""

@@ -25,12 +25,26 @@ class Crew:
     """The processes of one pipeline, seen from one of them."""
 
     world: World | Alone
-    placement: tuple[int, ...]  # the rank of every stage; all 0 where one process runs them all
+    placement: tuple[int, ...]  # the rank of every stage's first replica; all 0 where one process runs them all
+    replicas: tuple[int, ...]  # of every stage
 
     @property
     def here(self) -> tuple[int, ...]:
         """The stages that this process runs."""
-        return tuple(stage for stage, rank in enumerate(self.placement) if rank == self.world.rank)
+        if self.alone:
+            return tuple(range(len(self.placement)))
+        rank = self.world.rank
+        return tuple(at for at, first in enumerate(self.placement) if first <= rank < first + self.replicas[at])
+
+    @property
+    def replica(self) -> int:
+        """Which replica of its stages this process runs; 0 where it runs them all."""
+        return 0 if self.alone else self.world.rank - self.placement[self.here[0]]
+
+    @property
+    def replicated(self) -> bool:
+        """Whether any stage has several replicas."""
+        return max(self.replicas) > 1
 
     @property
     def last(self) -> int:
@@ -83,20 +97,26 @@ def _leaves(result: Any) -> bytes:
 
 def muster(shape: Shape, timeout: float) -> Crew:
     """The processes that were launched together, one a pipeline rank; or this one for all."""
-    world = join()
+    world, replicas = join(), tuple(shape.stage_replicas.tolist())
     if world is None or world.size == 1:
-        return Crew(Alone(), (0,) * shape.stages)
+        return Crew(Alone(), (0,) * shape.stages, replicas)
     world.watch.timeout = timeout
     begin_pipeline(world)
-    if world.size != shape.ranks:
-        raise InputError(
-            f"{shape.ranks} processes for a pipeline of {shape.ranks} ranks",
-            world.size,
-            f"launch with --nproc-per-node {shape.ranks} (over all hosts together), or use stages={world.size}",
-        )
-    found = Crew(world, shape.placement)
+    if world.size != shape.slots:
+        raise _wrong_size(shape, world.size)
+    found = Crew(world, tuple(shape.slot(stage) for stage in range(shape.stages)), replicas)
     world.watch.board.name_stages(found.here)
     return found
+
+
+def _wrong_size(shape: Shape, processes: int) -> InputError:
+    launch = f"launch with --nproc-per-node {shape.slots} (over all hosts together)"
+    if shape.slots == shape.ranks:
+        expected = f"{shape.ranks} processes for a pipeline of {shape.ranks} ranks"
+        return InputError(expected, processes, f"{launch}, or use stages={processes}")
+    counts = ":".join(map(str, shape.replicas))
+    expected = f"{shape.slots} processes for {shape.ranks} pipeline ranks with {counts} replicas"
+    return InputError(expected, processes, f"{launch}, or give other replicas")
 
 
 def require_agreement(crew: Crew, settings: dict[str, Any]) -> None:

@@ -6,11 +6,13 @@ lanes a rank has follows from the schedule and from weights that several stages 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
+
+from penstock.core.shape import common_rows
 
 
 class Key(NamedTuple):
@@ -21,10 +23,13 @@ class Key(NamedTuple):
 
 
 class LaneName(NamedTuple):
-    """The stages it leads from and to. Activations go to a later stage, gradients to an earlier one."""
+    """The stages it leads from and to, and which replica of each. Activations go to a later stage, gradients to an
+    earlier one."""
 
     source: int
     target: int
+    source_replica: int = 0
+    target_replica: int = 0
 
 
 class ClosedLane(ConnectionError):
@@ -87,9 +92,17 @@ class Lanes:
 
 
 def lane_names(
-    placement: tuple[int, ...], edges: Iterable[tuple[int, int]], ties: Iterable[tuple[int, int]]
+    placement: Sequence[int],
+    edges: Iterable[tuple[int, int]],
+    ties: Iterable[tuple[int, int]],
+    replicas: Sequence[int] = (),
 ) -> list[LaneName]:
-    """Every lane between stages of different ranks: both ways along each edge and each tie."""
-    pairs = {*edges, *ties}
-    both = {pair for a, b in pairs for pair in ((a, b), (b, a))}
-    return sorted(LaneName(a, b) for a, b in both if placement[a] != placement[b])
+    """Return every lane between stages of different ranks: both ways along each edge and each tie, between replicas
+    that have rows in common. `placement` is the rank of each stage's first replica."""
+    counts = tuple(replicas) or (1,) * len(placement)
+    lanes = set()
+    for a, b in {*edges, *ties}:
+        if placement[a] != placement[b]:
+            for i, j, _ in common_rows(counts[a], counts[b]):
+                lanes |= {LaneName(a, b, i, j), LaneName(b, a, j, i)}
+    return sorted(lanes)

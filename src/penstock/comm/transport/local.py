@@ -17,6 +17,10 @@ class Local:
         values = {number: tensor.detach() for number, tensor in message.values.items()}  # as from another process
         self._there[key] = Message(values, message.told, message.stamp)
 
+    def has(self, key: Key) -> bool:
+        """Return whether a message has been sent."""
+        return key in self._there
+
     def receive(self, key: Key) -> Message:
         """Does not wait: who would send it in the meantime?"""
         if key not in self._there:

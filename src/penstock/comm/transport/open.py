@@ -163,10 +163,13 @@ def open_lanes(
 ) -> OpenLanes:
     """The ends that this rank holds. Every rank has to call, with the same names: those of all lanes there are.
 
-    `placement`: the rank of each stage. `transport`: "shared" or "gloo" instead of what would be chosen; the
-    environment's PENSTOCK_TRANSPORT where it is not given.
+    `placement`: the rank of each stage's first replica; its others follow. `transport`: "shared" or "gloo" instead of
+    what would be chosen; the environment's PENSTOCK_TRANSPORT where it is not given.
     """
-    ends: Ends = {name: (placement[name.source], placement[name.target]) for name in sorted(set(names))}
+    ends: Ends = {
+        name: (placement[name.source] + name.source_replica, placement[name.target] + name.target_replica)
+        for name in sorted(set(names))
+    }
     facts = exchange(world, ends, device, wish_of(transport))
     kinds = {name: kind(facts[a], facts[b]) if a != b else "local" for name, (a, b) in ends.items()}
     mesh = _mesh(world) if set(kinds.values()) - {"local"} else None

@@ -132,7 +132,7 @@ class Board:
         page, now, pack, at = memoryview(self.map), monotonic_ns, _ROW.pack_into, 8 * Slot.OP
 
         def doing(row: ActionRow) -> None:
-            pack(page, at, *row, now(), 0)
+            pack(page, at, *row[:5], now(), 0)
 
         return doing
 

@@ -9,7 +9,7 @@ itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +46,22 @@ def tie_groups(ties: Iterable[tuple[nn.Parameter, tuple[int, ...]]]) -> list[Tie
 
 
 class TiedWeights:
-    """What passes between the stages of a group, whether they live in this process or not."""
+    """What passes between the stages of a group, whether they live in this process or not.
 
-    def __init__(self, groups: list[TieGroup], here: Container[int], lanes: Lanes | None) -> None:
+    With `replicas` of the stages, each replica of the owner has its own way to and from each user: `replica` of this
+    process's stages exchanges with the first one that it has rows in common with.
+    """
+
+    def __init__(
+        self,
+        groups: list[TieGroup],
+        here: Container[int],
+        lanes: Lanes | None,
+        replicas: Sequence[int] = (),
+        replica: int = 0,
+    ) -> None:
         self.groups, self.here, self.lanes = groups, here, lanes
+        self.replicas, self.replica = replicas, replica
         self.sent: Counter[tuple[LaneName, int, int]] = Counter()
         self.received: Counter[tuple[LaneName, int, int]] = Counter()
         self.local: dict[tuple[int, int, int], Parts] = {}  # gradients, by group, stage and mini-batch
@@ -62,7 +74,8 @@ class TiedWeights:
                 if group.owner in self.here:
                     self.local[group.number, stage.index, mini_batch] = parts
                 else:
-                    self._send(LaneName(stage.index, group.owner), group, GRADIENTS, _dense(parts))
+                    for lane in self._outgoing(stage.index, group.owner):
+                        self._send(lane, group, GRADIENTS, _dense(parts))
 
     def collect_gradients(self, stage: Stage, mini_batch: int, dense: bool = False) -> dict[nn.Parameter, Tensor]:
         """Return the gradients of a mini-batch, added over all stages, for the weights that a stage owns."""
@@ -91,11 +104,12 @@ class TiedWeights:
         for user in group.stages[1:]:
             if user not in self.here:
                 weights = [p.detach().clone() if copied else p.detach() for p in group.parameters]
-                self._send(LaneName(group.owner, user), group, WEIGHTS, dict(enumerate(weights)))
+                for lane in self._outgoing(group.owner, user):
+                    self._send(lane, group, WEIGHTS, dict(enumerate(weights)))
 
     def receive_weights(self, group: TieGroup, user: int) -> list[Tensor]:
         """Return the next version of a copy."""
-        weights = self._receive(LaneName(group.owner, user), group, WEIGHTS)
+        weights = self._receive(self._incoming(group.owner, user), group, WEIGHTS)
         return [weights[at] for at in range(len(group.parameters))]
 
     def forget(self) -> None:
@@ -105,7 +119,21 @@ class TiedWeights:
     def _gradients(self, group: TieGroup, user: int, mini_batch: int) -> Parts:
         if user in self.here:
             return self.local.pop((group.number, user, mini_batch))
-        return self._receive(LaneName(user, group.owner), group, GRADIENTS)
+        return self._receive(self._incoming(user, group.owner), group, GRADIENTS)
+
+    def _outgoing(self, source: int, target: int) -> list[LaneName]:
+        """Return the lanes to those replicas of another stage that hear from this one."""
+        if not self.replicas:
+            return [LaneName(source, target)]
+        ours, theirs = self.replicas[source], self.replicas[target]
+        return [LaneName(source, target, self.replica, j) for j in range(theirs) if j * ours // theirs == self.replica]
+
+    def _incoming(self, source: int, target: int) -> LaneName:
+        """Return the lane from the replica of another stage that this one hears from."""
+        if not self.replicas:
+            return LaneName(source, target)
+        giver = self.replica * self.replicas[source] // self.replicas[target]
+        return LaneName(source, target, giver, self.replica)
 
     def _send(self, name: LaneName, group: TieGroup, kind: int, values: Parts) -> None:
         assert self.lanes is not None

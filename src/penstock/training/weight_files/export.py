@@ -90,7 +90,7 @@ def export_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
     beside = beside_weights(final, facts["pretrained"])
     layout = Layout({name: Form(records[told].dtype, records[told].shape) for name, told in names.items()})
     write_new(
-        Crew(Alone(), (0,)),
+        Crew(Alone(), (0,), (1,)),
         final,
         lambda new: layout.begin(new / FILE),
         lambda new: layout.write(new / FILE, _tensors(directory, records, names)),

@@ -22,7 +22,7 @@ from penstock.errors import FormatError
 FRAME_BYTES = 4096
 MESSAGE, END, HEARD = 1, 2, 3  # HEARD: the sender of it has got the end of every lane
 
-_FIRST = struct.Struct("<BBxxiixxxx")  # kind, whether the payload is in the frame, stages of the lane
+_FIRST = struct.Struct("<BBxxiiHH")  # kind, whether the payload is in the frame, stages and replicas of the lane
 _WORDS = _FIRST.size + wire.HEAD_BYTES  # where the words begin
 
 Fetch = Callable[[int, list[tuple[int, int]]], torch.Tensor]  # total bytes, stretches that come one by one -> memory
@@ -90,8 +90,8 @@ def _word(kind: int, lane: LaneName) -> Parcel:
 def read(frame: torch.Tensor, fetch: Fetch) -> Arrived:
     """The message of a frame; `fetch` gets what follows it. The tensors are views of what came."""
     view = bytes_of(frame)
-    kind, inside, source, target = _FIRST.unpack_from(view)
-    lane = LaneName(source, target)
+    kind, inside, *ends = _FIRST.unpack_from(view)
+    lane = LaneName(*ends)
     if kind in (END, HEARD):
         return Arrived(kind, lane, Key(0, 0), Message(), 0)
     if kind != MESSAGE:

@@ -52,7 +52,7 @@ class End:
 
 def place(name: LaneName) -> str:
     """The key under which the sender says where its memory is."""
-    return f"lane {name.source} {name.target}"
+    return f"lane {' '.join(map(str, name))}"
 
 
 _ends: weakref.WeakSet[End] = weakref.WeakSet()

@@ -59,7 +59,7 @@ class SharedSender(End):
 
     def __init__(self, name: LaneName, store: Store, waiting: Waiting, peer: int) -> None:
         self._waiting, self._peer = waiting, peer
-        self._file = mapping.create(f"penstock-{name.source}-{name.target}")
+        self._file = mapping.create(f"penstock-{'-'.join(map(str, name))}")
         mark = secrets.token_bytes(MARK)
         try:
             mapping.allocate(self._file, 0, RING_BYTES)

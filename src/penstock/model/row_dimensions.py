@@ -1,0 +1,181 @@
+"""Where the rows of a batch lie in the values that cross between stages, so that replicas can exchange parts of them.
+
+A value has its rows in one dimension, perhaps folded with another behind it, as in view(rows * length, -1); or it has
+nothing to do with rows, as a table of positions. Both are found by running the example and a part of it. Anything else,
+such as a mean over the rows, cannot be divided, and is refused where stages have unequal numbers of replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from penstock.errors import SplitError
+from penstock.model import tree
+from penstock.model.batch import piece, rows_of
+from penstock.model.batchnorm import DeferredNorms
+from penstock.model.buffers import Buffers
+from penstock.model.passage import Passage
+from penstock.model.seeding import random_states_kept
+from penstock.model.split import Split
+from penstock.model.stage import Job, Settings, Stage
+from penstock.model.untouched import untouched
+
+ROWS = 4  # a part of fewer than two rows may be treated in a way of its own
+CLOSE = 1e-3  # of a value's largest entry: kernels are chosen by sizes, and round differently
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RowDimension:
+    """The dimension that rows lie in, `each` entries a row; or none, for a value that is the same for all rows."""
+
+    dimension: int | None
+    each: int = 1
+
+    def part(self, tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Return some rows of a tensor; all of it if it has none."""
+        if self.dimension is None:
+            return tensor
+        return tensor.narrow(self.dimension, first * self.each, (last - first) * self.each)
+
+    def shape(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+        """Return a shape for another number of rows."""
+        if self.dimension is None:
+            return shape
+        return (*shape[: self.dimension], rows * self.each, *shape[self.dimension + 1 :])
+
+
+@dataclass(frozen=True)
+class RowDimensions:
+    """The row dimensions of a model's values, by the values' names."""
+
+    known: Mapping[int, RowDimension] = field(default_factory=dict)
+
+    def of(self, key: int, described: str) -> RowDimension:
+        """Return where the rows of a value lie."""
+        if key not in self.known:
+            raise _refusal(described, "that the example does not have")
+        return self.known[key]
+
+
+def row_dimensions(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RowDimensions:
+    """Find where the rows lie in all values that cross between stages, or whose shapes the model's own code reads."""
+    args, kwargs = _enough_rows((args, kwargs))
+    rows = rows_of((args, kwargs))
+    part = rows // 2
+    modes = [(module, module.training) for module in split.model.modules()]
+    split.model.eval()
+    try:
+        with (
+            random_states_kept(device),
+            untouched(split.model, split.first.trace.generators, split.first.trace.written),
+            torch.no_grad(),
+        ):
+            whole = _values(split, args, kwargs, device)
+            some = _values(split, *_piece(args, kwargs, part, rows), device)
+    finally:
+        for module, training in modes:
+            module.training = training
+    values, shapes, plain = whole
+    if plain != some[2]:
+        raise SplitError(
+            "results of modules without plain numbers that depend on the rows, between unequal numbers of replicas",
+            "some that do",
+            "give both stages the same number of replicas",
+        )
+    known = {}
+    for key, (tensor, described) in values.items():
+        if key not in some[0]:
+            raise _refusal(described, "that a part of the example does not have")
+        known[key] = _dimension(tensor, some[0][key][0], rows, part, described)
+    for key, shape in shapes.items():
+        if key not in known and key in some[1]:
+            known[key] = _dimension_of_shape(shape, some[1][key], rows, part) or RowDimension(None)
+    return RowDimensions(known)
+
+
+def _piece(
+    args: tuple[Any, ...], kwargs: dict[str, Any], last: int, rows: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = piece((args, kwargs), 0, last, rows)
+    return args, kwargs
+
+
+def _enough_rows(call: Call) -> Call:
+    """Repeat an example of few rows."""
+    rows = rows_of(call)
+    times = -(-ROWS // rows)
+    if times == 1:
+        return call
+
+    def repeated(leaf: Any) -> Any:
+        has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+        return torch.cat([leaf] * times) if has_rows else leaf
+
+    args, kwargs = tree.replace_leaves(call, repeated)
+    return args, kwargs
+
+
+Found = tuple[dict[int, tuple[torch.Tensor, str]], dict[int, tuple[int, ...]], str]
+
+
+def _values(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Found:
+    """Run all stages; return what crosses between them, the shapes that code reads, and plain results as text."""
+    norms, buffers = DeferredNorms(split.model), Buffers(split.model)
+    path = split.path(args, kwargs)
+    traced = path.trace.values
+    job = Job(0, -1, args, kwargs, rows_of((args, kwargs)), path, lambda result: None, passage=Passage())
+    values: dict[int, torch.Tensor] = {}
+    for at in range(split.pieces):
+        stage = Stage(split, at, Settings(device), norms, buffers, [])
+        outputs, _ = stage.forward(job, {value: values[value] for value in path.incoming[at]})
+        values |= {value: tensor.clone() for value, tensor in outputs.items()}
+    shapes = {traced[value].key: tuple(shape) for value, (shape, _) in job.passage.shapes.items()}
+    plain = repr([tree.leaves(result) for _, result in sorted(job.passage.plain.items())])
+    return {traced[value].key: (tensor, path.describe(value)) for value, tensor in values.items()}, shapes, plain
+
+
+def _dimension(whole: torch.Tensor, some: torch.Tensor, rows: int, part: int, described: str) -> RowDimension:
+    if whole.shape == some.shape:
+        if not _close(whole, some):
+            raise _refusal(described, "that depends on all rows together")
+        return RowDimension(None)
+    dimension = _dimension_of_shape(tuple(whole.shape), tuple(some.shape), rows, part)
+    if dimension is None or not _close(dimension.part(whole, 0, part), some):
+        raise _refusal(described, f"of shape {tuple(whole.shape)} for {rows} rows, not one row after the other")
+    return dimension
+
+
+def _dimension_of_shape(whole: tuple[int, ...], some: tuple[int, ...], rows: int, part: int) -> RowDimension | None:
+    if len(whole) != len(some):
+        return None
+    differing = [at for at, (a, b) in enumerate(zip(whole, some, strict=True)) if a != b]
+    if len(differing) != 1:
+        return None
+    (at,) = differing
+    if whole[at] % rows or whole[at] * part != some[at] * rows:
+        return None
+    return RowDimension(at, whole[at] // rows)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    if not a.numel():
+        return True
+    largest = float(a.abs().nan_to_num(posinf=0.0).max())
+    return torch.allclose(a, b, rtol=CLOSE, atol=CLOSE * largest, equal_nan=True)
+
+
+def _refusal(described: str, came: str) -> SplitError:
+    return SplitError(
+        "values between stages with unequal numbers of replicas that can be divided by rows",
+        f"{described}, {came}",
+        "give both stages the same number of replicas, or cut elsewhere",
+    )

@@ -1,0 +1,97 @@
+"""Build what stages with several replicas need: the division of rows, the sums of gradients, and local lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.comm.collectives.open import open_reducer
+from penstock.comm.transport.interface import LaneName, Lanes, lane_names
+from penstock.comm.transport.local import Local
+from penstock.comm.world.world import World
+from penstock.core.shape import Shape
+from penstock.engine.replica_rows import ReplicaRows
+from penstock.errors import InputError, SplitError
+from penstock.model.batchnorm import is_deferred
+from penstock.model.row_dimensions import RowDimensions, row_dimensions
+from penstock.model.split import Split
+from penstock.model.stage import Stage
+from penstock.training.processes import Crew
+from penstock.training.replicas import ReplicaSums
+
+
+def divided_rows(
+    crew: Crew, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, weightless: bool
+) -> ReplicaRows:
+    """Return how replicas divide the rows of micro-batches. Where counts differ between stages that exchange values,
+    rows must be found in all of these."""
+    counts = crew.replicas
+    if all(counts[a] == counts[b] for a, b in split.edges):
+        return ReplicaRows(counts, RowDimensions())
+    if weightless:
+        raise InputError(
+            "a model with weights where stages have unequal numbers of replicas: the example is run to find the rows",
+            "one without",
+            "give all stages the same number of replicas, or load the weights first",
+        )
+    return ReplicaRows(counts, row_dimensions(split, args, kwargs, device))
+
+
+def open_sums(crew: Crew, stages: Sequence[Stage], device: torch.device) -> ReplicaSums:
+    """Return what adds gradients over replicas. The stages of one rank have one way to their other replicas."""
+    by_place = {(stage.index, stage.replica): stage for stage in stages}
+    world = crew.world
+    if not isinstance(world, World):
+        return ReplicaSums(by_place, crew.replicas)
+    first = crew.placement[crew.here[0]]
+    ranks = tuple(range(first, first + crew.replicas[crew.here[0]]))
+    if len(ranks) == 1:
+        return ReplicaSums(by_place, crew.replicas)
+    reducer = open_reducer(world, ranks, device)
+    return ReplicaSums(by_place, crew.replicas, dict.fromkeys(crew.here, reducer))
+
+
+class LocalLanes(Lanes):
+    """Lanes between slots of one process."""
+
+    def close(self) -> None:
+        """Nothing is held here that others wait for."""
+
+
+def local_lanes(shape: Shape) -> LocalLanes:
+    """Return both ends of all lanes between the slots of a shape, which are all in this process."""
+    first = [shape.slot(stage) for stage in range(shape.stages)]
+    names: list[LaneName] = lane_names(first, shape.edges, [], shape.stage_replicas.tolist())
+    ends = {name: Local(name) for name in names}
+    return LocalLanes(dict(ends), dict(ends))
+
+
+def require_rows(shape: Shape, rows: int) -> None:
+    """Refuse a batch with fewer rows than a stage has replicas: some would have none."""
+    most = max(shape.replicas)
+    if rows < most:
+        raise InputError(
+            f"a batch of at least {most} rows, one for each replica", rows, "give larger batches, or use fewer replicas"
+        )
+
+
+def require_steady_buffers(crew: Crew, split: Split) -> None:
+    """Refuse a buffer that the forward changes on a stage with replicas: each would have one of its own. The statistics
+    of batch norms are joined."""
+    norms = [name for name, module in split.model.named_modules() if is_deferred(module)]
+    joined = {
+        f"{name}.{buffer}".lstrip(".")
+        for name in norms
+        for buffer, _ in split.model.get_submodule(name).named_buffers()
+    }
+    for at, event in enumerate(split.first.trace.events):
+        stage = split.first.stage_of(at)
+        changed = sorted(set(event.buffers) - joined)
+        if changed and crew.replicas[stage] > 1:
+            raise SplitError(
+                "buffers that the forward leaves as they are in a stage with replicas, or a batch norm's statistics",
+                f"{changed[0]!r}, which the forward changes",
+                "give its stage one replica",
+            )

@@ -1,0 +1,173 @@
+"""Replicas of a stage: the sum of their gradients, and what they tell each other at the end of a mini-batch.
+
+Every replica has its part of each micro-batch's rows. At the REDUCE row of a stage the replicas begin to add their
+gradients, in the order of the replicas, so that the sum has the same bits on all of them and in one process. The loss,
+what it was weighed by, and the statistics of batch norms go from every rank to every other in one message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.comm.collectives.interface import Pending, Reducer
+from penstock.comm.world.world import Alone, World
+from penstock.engine.stage_executor import StageExecutor
+from penstock.errors import InputError
+from penstock.model.batchnorm import DeferredNorms
+from penstock.model.labels import Labels, Memory, Scored
+from penstock.model.loss import Loss, Total, total_of
+from penstock.model.stage import Stage
+
+Sums = dict[nn.Parameter, Tensor]
+
+
+@dataclass
+class ReplicaSums:
+    """Adds the gradients of the stages that have replicas. `stages`: those of this process, by stage and replica;
+    `counts`: the replicas of every stage; `reducers`: where the others are in other processes."""
+
+    stages: Mapping[tuple[int, int], Stage]
+    counts: Sequence[int]
+    reducers: Mapping[int, Reducer] = field(default_factory=dict)
+    pending: dict[int, Pending] = field(default_factory=dict)
+
+    def start(self, stage: Stage) -> None:
+        """Begin to add the gradients of a stage; a replica in this process is waited for at the end."""
+        reducer = self.reducers.get(stage.index)
+        if reducer is not None:
+            self.pending[stage.index] = reducer.start([*_filled(stage), _there(stage)])
+
+    def finish(self, tied: set[nn.Parameter]) -> Sums:
+        """Return the sums, on every replica. Those of tied weights go on as the first replica's part."""
+        sums: Sums = {}
+        for (at, replica), stage in self.stages.items():
+            if self.counts[at] == 1 or (replica and at not in self.reducers):
+                continue
+            for parameter, total in self._sum(at, stage).items():
+                if parameter in tied:
+                    stage.parts[parameter] = total
+                else:
+                    sums[parameter] = total
+        return sums
+
+    def forget(self) -> None:
+        """Forget what an interrupted run has left behind."""
+        self.pending.clear()
+
+    def _sum(self, at: int, stage: Stage) -> Sums:
+        parameters = _trained(stage)
+        if at in self.reducers:
+            *totals, there = self.pending.pop(at).wait()
+        else:
+            replicas = [self.stages[at, replica] for replica in range(self.counts[at])]
+            every = [[*_filled(one), _there(one)] for one in replicas]
+            *totals, there = (_in_order(parts) for parts in zip(*every, strict=True))
+            for one in replicas:
+                one.parts.clear()
+        stage.parts.clear()
+        made = there.tolist()
+        return {
+            parameter: total for parameter, total, any_made in zip(parameters, totals, made, strict=True) if any_made
+        }
+
+
+def _trained(stage: Stage) -> list[nn.Parameter]:
+    return [parameter for parameter in stage.parameters if parameter.requires_grad]
+
+
+def _filled(stage: Stage) -> list[Tensor]:
+    """Return the gradients of a stage's parameters; zeros where a replica has made none."""
+    gradients = []
+    for parameter in _trained(stage):
+        part = stage.parts.get(parameter)
+        if part is not None and part.layout is not torch.strided:
+            raise InputError(
+                "dense gradients in a stage with replicas, which are added to each other",
+                f"a sparse one of shape {tuple(parameter.shape)}",
+                "make the embedding with sparse=False, or give its stage one replica",
+            )
+        gradients.append(torch.zeros_like(parameter) if part is None else part)
+    return gradients
+
+
+def _there(stage: Stage) -> Tensor:
+    """Return which gradients this replica has made: a parameter without any in all replicas gets none."""
+    parameters = _trained(stage)
+    device = parameters[0].device if parameters else None
+    return torch.tensor([float(p in stage.parts) for p in parameters], dtype=torch.float32, device=device)
+
+
+def _in_order(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+@dataclass
+class MiniBatchEnd:
+    """What the ranks of a pipeline with replicas tell each other when all rows before the updates have run."""
+
+    world: World | Alone
+    executors: Mapping[tuple[int, int], StageExecutor]  # by stage and replica, those of this process
+    norms: DeferredNorms
+    last: int  # the stage that has the losses
+
+    def exchange(self, step: int, labels: Sequence[Labels], memory: Memory) -> Total:
+        """Return the loss of the mini-batch. Every rank has to call."""
+        here = {replica: executor for (stage, replica), executor in self.executors.items() if stage == self.last}
+        stages = {stage for stage, _ in self.executors}
+        facts = {
+            "losses": {replica: _packed(executor.ordered_results) for replica, executor in here.items()},
+            "scored": [_scores(one) for one in labels if one.scored],
+            "unit": memory.unit,
+            "norms": self.norms.statistics(step),
+        }
+        every = [json.loads(part) for part in self.world.gather(json.dumps(facts).encode())]
+        losses = {int(replica): part for one in every for replica, part in one["losses"].items()}
+        units = {one["unit"] for one in every if one["unit"]}
+        if len(units) > 1:
+            raise InputError(
+                "labels of as many positions a row on every replica of the last stage",
+                "other numbers on some",
+                "return (sum, weight) from the loss, or give the last stage one replica",
+            )
+        for one in every:
+            self.norms.take_in(step, one["norms"], stages)
+        for parts in (parts for one in every for parts in one["scored"]) if self.world.size > 1 else ():
+            for one in labels:
+                _note(one, parts)
+        total = Total(0.0, 0.0)
+        for replica in sorted(losses):
+            total = Total(total.total + losses[replica][0], total.weight + losses[replica][1])
+        return total
+
+
+def _packed(results: list[Any]) -> tuple[float, float]:
+    losses: list[Loss] = results
+    return tuple(total_of(losses)) if losses else (0.0, 0.0)  # type: ignore[return-value]
+
+
+def _scores(labels: Labels) -> dict[int, dict[int, Any]]:
+    """Return how parts were scored here, in plain values."""
+    return {
+        stage: {part: asdict(scored) | {"calls": [(float(weight), total) for weight, total in scored.calls]}
+                for part, scored in parts.items()}
+        for stage, parts in labels.scored.items()
+    }  # fmt: skip
+
+
+def _note(labels: Labels, scores: dict[str, dict[str, Any]]) -> None:
+    """Take in how parts were scored on another rank: when all are known they must fit together."""
+    for stage, parts in scores.items():
+        for part, scored in parts.items():
+            known = labels.scored.get(int(stage), {})
+            if int(part) not in known:
+                calls = tuple((weight, total) for weight, total in scored["calls"])
+                labels.note(int(stage), int(part), Scored(**(scored | {"calls": calls})))
