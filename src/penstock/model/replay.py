@@ -12,14 +12,15 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.additions import Place, add, added, list_lengths
 from penstock.model.passage import Passage, Withheld
 from penstock.model.seeding import draws, host_draws, mixed, torch_seeded
-from penstock.model.trace import DATA, HOOKS, Event, Trace, answer, stands_for
-from penstock.model.walk import Layout, Walk, users_line
+from penstock.model.trace import DATA, HOOKS, Event, StandIn, Trace, answer, stands_for
+from penstock.model.walk import Layout, Walk, function_name, transform_level, users_line
 
 _NOTHING = nullcontext()
 _DEVICE = "torch.Tensor.device.__get__"  # every stage has the same; a trace of fake weights does not see who asks
@@ -65,9 +66,11 @@ class Replay(Walk):
         self.chance = chance  # what random numbers that open code draws depend on
         self.host = host_draws(chance) if rolls or plan.rolls else None
         self.rolled = False
-        self.stop = span[1] if stop is None else stop  # the event at which to leave
+        stop = span[1] if stop is None else stop  # the event at which to leave
+        self.leave = stop if stop < len(plan.events) else stop + 1
         self.plan, self.span, self.wanted, self.passage = plan, span, wanted, passage
-        self.names = plan.names
+        self.names, self.lone, self.looks_at_tensors = plan.names, plan.lone, plan.looks_at_tensors
+        self.absent = plan.before(span[0])  # but for what is received
         self.received = dict(received)
         self.around = around  # entered for each atom, not for open code, whose functions must keep their names
         self.at = 0
@@ -159,8 +162,51 @@ class Replay(Walk):
 
     def empty(self, value: int) -> bool:
         """Whether open code holds a stand-in for a value."""
-        held = self.plan.values[value]
-        return 0 <= held.made_by < self.span[0] and not held.free and value not in self.received
+        return value in self.absent and value not in self.received
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The same as any walk's, at once for the two things that open code does most: it asks for shapes, and computes
+        what another stage of this process has computed."""
+        if not self.inside and transform_level() is None:
+            name, at = function_name(func), self.at
+            if name == self.names[at]:
+                shared = self.common.get(at)
+                value = self.lone.get(at)
+                if type(shared) is torch.Tensor and value is not None and at < self.leave:
+                    self.at = at + 1
+                    self.tensor[value] = shared
+                    self.value[id(shared)] = value
+                    return shared
+            elif name in self.looks_at_tensors and len(args) == 1:
+                number = self.value.get(id(args[0]))
+                if number is None or self.received.get(number) is args[0]:
+                    return func(*args)
+                if number not in self.received and (number not in self.absent or self.tells(name, number)):
+                    return func(*args)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def tells(self, name: str, value: int) -> bool:
+        """Whether a stand-in has the answer to a look at it."""
+        return self.looks_at_tensors[name] and self.plan.values[value].asked
+
+    def met(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same as any walk's, at once for a call that is skipped and has one tensor for a result."""
+        at = self.at
+        value = self.plan.skipped_at_once.get(at)
+        first, last = self.span
+        if value is None or first <= at < last or at >= self.leave or self.strict or self.names[at] != name:
+            return super().met(name, module, args, kwargs)
+        tensor = self.received.get(value)
+        if tensor is None:
+            known = self.plan.stand_ins.get(value)
+            if known is None or known.told != self.passage.shapes.get(value) or value in self.tensor:
+                return super().met(name, module, args, kwargs)
+            tensor = known.tensor
+        self.at = at + 1
+        self.meet(tensor, value)
+        return tensor
 
     def atom(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.names[self.at] != name:
@@ -196,10 +242,6 @@ class Replay(Walk):
 
     def look(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that makes nothing: shapes, types, devices; or a value, which only a tensor that is here has."""
-        if name.endswith(".__get__") and len(args) == 1:  # nearly all
-            value = self.value.get(id(args[0]))
-            if value is None or not (self.empty(value) or value in self.received):
-                return self.native(call, args, kwargs)
         short = last_word(name)
         values = [self.value[id(t)] for t in tree.tensors((args, kwargs)) if id(t) in self.value]
         if short in HOOKS and any(self.plan.values[v].made_by < self.span[0] for v in values):
@@ -239,7 +281,7 @@ class Replay(Walk):
     def event(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at = self.at
         first, last = self.span
-        if at >= self.stop and self.stop < len(self.plan.events):
+        if at >= self.leave:
             raise Done
         self.at += 1
         event = self.plan.events[at]
@@ -264,6 +306,13 @@ class Replay(Walk):
             for tensor, value in zip(made, event.makes, strict=True):
                 self.meet(tensor, value)
         return found
+
+    def computed(self) -> dict[int, Any]:
+        """Results that other walks on the same inputs may share: of no inputs that this one has made copies of, to
+        change them, and without a history."""
+        if self.plan.inputs:
+            return {}
+        return {at: r for at, r in self.common.items() if not any(t.requires_grad for t in tree.tensors(r))}
 
     def act(
         self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -400,12 +449,14 @@ class Replay(Walk):
             return self.received[value]
         if value in self.tensor:  # an event that returns what it was given
             return self.tensor[value]
-        shape, dtype = self.passage.shapes.get(value, (example.shape, example.dtype))
-        empty = self.plan.stand_ins.get(value)
-        if empty is None or empty.shape != shape or empty.dtype != dtype:
-            empty = self.plan.stand_ins[value] = torch.empty(shape, dtype=dtype, device="meta")
-        self.meet(empty, value)
-        return empty
+        told = self.passage.shapes.get(value)
+        known = self.plan.stand_ins.get(value)
+        if known is None or known.told != told:
+            shape, dtype = told or (example.shape, example.dtype)
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            known = self.plan.stand_ins[value] = StandIn(told, empty)
+        self.meet(known.tensor, value)
+        return known.tensor
 
 
 @cache

@@ -157,11 +157,12 @@ class _Found:
             self.held.append(_Held(value, kind, look))
             inner = look[1]
             if isinstance(value, nn.Module):
-                inner = [part for name, part in zip(*look, strict=True) if name not in OWN]
+                inner = [part for name, part in vars(value).items() if type(part) not in PLAIN and name not in OWN]
         if deep:
             left = max(deep - (2 if is_record(value) else 1), 0)
+            met = self.met
             for part in inner:
-                if type(part) not in PLAIN:
+                if type(part) not in PLAIN and id(part) not in met:
                     self.reach(part, left)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,6 +67,13 @@ class Note:
     line: str
 
 
+class StandIn(NamedTuple):
+    """A tensor in place of one that an earlier stage made."""
+
+    told: tuple[tuple[int, ...], torch.dtype] | None  # what that stage has said of it; None: it is as on the trace
+    tensor: torch.Tensor
+
+
 @dataclass
 class Trace:
     """All events of one forward, and what else must be known to cut it."""
@@ -90,7 +97,8 @@ class Trace:
     written: dict[str, str] = field(default_factory=dict)  # weights it changes, and where; "" where often is as once
     kept: dict[tuple[str, str], int] = field(default_factory=dict)  # module, attribute -> the event that sets it
     result: Any = None  # of the forward, with empty tensors in it
-    stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)  # by value; they hold nothing, so they are shared
+    stand_ins: dict[int, StandIn] = field(default_factory=dict)  # by value; they hold nothing, so they are shared
+    made_before: dict[int, frozenset[int]] = field(default_factory=dict)  # see `before`
 
     @property
     def asks(self) -> bool:
@@ -128,6 +136,42 @@ class Trace:
         )
 
     @cached_property
+    def lone(self) -> dict[int, int]:
+        """The values of common events that make one tensor and nothing else."""
+        return {at: makes[0] for at, makes in self._lone_makes() if at in self.common}
+
+    @cached_property
+    def skipped_at_once(self) -> dict[int, int]:
+        """The values of events that make one tensor and nothing else, and change nothing: to skip one, only its
+        stand-in is needed."""
+        events = self.events
+        return {
+            at: makes[0]
+            for at, makes in self._lone_makes()
+            if not (events[at].free or events[at].changes or events[at].additions or events[at].talks)
+        }
+
+    def _lone_makes(self) -> list[tuple[int, tuple[int, ...]]]:
+        every = zip(self.events, self.results, strict=True)
+        return [(at, e.makes) for at, (e, r) in enumerate(every) if type(r) is torch.Tensor and len(e.makes) == 1]
+
+    @cached_property
+    def looks_at_tensors(self) -> dict[str, bool]:
+        """Getters of tensors that open code uses, and whether one that needs no data says of a stand-in what it says
+        of the tensor."""
+        getters = {name for name in self.quiet if name.endswith(".__get__")}
+        return {name: name.split(".")[-2] in _SHAPES for name in getters}
+
+    def before(self, event: int) -> frozenset[int]:
+        """Values made before an event that are not the same on every stage."""
+        known = self.made_before.get(event)
+        if known is None:
+            every = enumerate(self.values)
+            known = frozenset(number for number, value in every if 0 <= value.made_by < event and not value.free)
+            self.made_before[event] = known
+        return known
+
+    @cached_property
     def value_names(self) -> dict[int, int]:
         """The values by the names that all processes know them by."""
         return {value.key: number for number, value in enumerate(self.values)}
@@ -156,6 +200,7 @@ class Trace:
         return users
 
 
+_SHAPES = frozenset(("shape", "dtype", "ndim", "itemsize", "nbytes", "layout"))
 DATA = frozenset(
     f"__{name}__" for name in ("array", "bool", "int", "float", "complex", "index", "contains")
 ) | frozenset(("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"))
