@@ -17,9 +17,9 @@ from torch import nn
 from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.additions import Place, add, added, list_lengths
-from penstock.model.passage import Passage, Withheld
+from penstock.model.passage import Common, Passage, Withheld
 from penstock.model.seeding import draws, host_draws, mixed, torch_seeded
-from penstock.model.trace import DATA, HOOKS, Event, StandIn, Trace, answer, stands_for
+from penstock.model.trace import DATA, HOOKS, Event, StandIn, Trace, answer, is_fixed, stands_for
 from penstock.model.walk import Layout, Walk, function_name, transform_level, users_line
 
 _NOTHING = nullcontext()
@@ -57,11 +57,9 @@ class Replay(Walk):
         strict: bool = False,
         rolls: bool = False,
         last: bool = True,
-        common: dict[int, Any] | None = None,
     ) -> None:
         super().__init__(layout)
         self.last = last  # the model's result is wanted
-        self.common = {} if common is None else common
         self.strict = strict  # nothing but a question: do these inputs take this path?
         self.chance = chance  # what random numbers that open code draws depend on
         self.host = host_draws(chance) if rolls or plan.rolls else None
@@ -74,6 +72,7 @@ class Replay(Walk):
         self.received = dict(received)
         self.around = around  # entered for each atom, not for open code, whose functions must keep their names
         self.at = 0
+        self._share()
         self.made: dict[int, torch.Tensor] = {}  # values that later stages need
         self.value: dict[int, int] = {}  # identity of a tensor met so far -> its value
         self.tensor: dict[int, torch.Tensor] = {}  # value -> the tensor that open code holds; keeps it alive
@@ -173,6 +172,8 @@ class Replay(Walk):
             name, at = function_name(func), self.at
             if name == self.names[at]:
                 shared = self.common.get(at)
+                if shared is None:
+                    shared = self.fixed.get(at)
                 value = self.lone.get(at)
                 if type(shared) is torch.Tensor and value is not None and at < self.leave:
                     self.at = at + 1
@@ -243,7 +244,8 @@ class Replay(Walk):
     def look(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that makes nothing: shapes, types, devices; or a value, which only a tensor that is here has."""
         short = last_word(name)
-        values = [self.value[id(t)] for t in tree.tensors((args, kwargs)) if id(t) in self.value]
+        given = [self.value.get(id(t)) for t in tree.tensors((args, kwargs))]
+        values = [value for value in given if value is not None]
         if short in HOOKS and any(self.plan.values[v].made_by < self.span[0] for v in values):
             return _Handle()  # the stage that makes the tensor has put the hook on it
         if short in HOOKS and not torch.is_grad_enabled():
@@ -253,7 +255,7 @@ class Replay(Walk):
         if self.received:
             args, kwargs = tree.replace((args, kwargs), self.real)
         result = self.native(call, args, kwargs)
-        if short in DATA:
+        if short in DATA and not is_fixed(self.plan.values, given):
             self.answers.append(answer(result))
         return result
 
@@ -295,9 +297,10 @@ class Replay(Walk):
         self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What depends on nothing but inputs: the first stage of a process computes it, the others take it."""
-        found = self.common.get(at)
+        results = self.fixed if at in self.plan.fixed else self.common
+        found = results.get(at)
         if found is None:
-            found = self.common[at] = self.act(at, event, call, args, kwargs)
+            found = results[at] = self.act(at, event, call, args, kwargs)
         elif type(found) is torch.Tensor and len(event.makes) == 1:
             self.meet(found, event.makes[0])
         else:
@@ -307,12 +310,18 @@ class Replay(Walk):
                 self.meet(tensor, value)
         return found
 
-    def computed(self) -> dict[int, Any]:
+    def _share(self) -> None:
+        """Take the results that this walk has in common with others."""
+        self.common, self.fixed = self.passage.common.results, self.passage.fixed.results
+
+    def computed(self) -> Common:
         """Results that other walks on the same inputs may share: of no inputs that this one has made copies of, to
         change them, and without a history."""
         if self.plan.inputs:
-            return {}
-        return {at: r for at, r in self.common.items() if not any(t.requires_grad for t in tree.tensors(r))}
+            return Common()
+        every = {**self.common, **self.fixed}
+        results = {at: r for at, r in every.items() if not any(t.requires_grad for t in tree.tensors(r))}
+        return Common(results, dict(self.passage.shapes))
 
     def act(
         self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -398,7 +407,8 @@ class Replay(Walk):
     def keep(self, tensor: torch.Tensor, value: int) -> None:
         self.meet(tensor, value)
         if self.plan.values[value].asked:
-            self.passage.shapes[value] = (tuple(tensor.shape), tensor.dtype)
+            self.passage.tell(value, (tuple(tensor.shape), tensor.dtype))
+            self._share()
         if value in self.wanted:
             self.made[value] = tensor
 

@@ -7,6 +7,7 @@ has the inputs, so every stage computes them again; nothing of that is sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ class Value:
     dtype: torch.dtype
     key: int  # its name in every process: see naming; until the trace is whole, the same for all that are alike
     asked: bool = False  # open code looked at its shape, type or device
+    fixed: bool = False  # computed from no tensor at all, so inputs of the same sizes give the same
     read_by: list[int] = field(default_factory=list)
 
 
@@ -89,7 +91,7 @@ class Trace:
     buffers: tuple[tuple[str, int], ...] = ()  # those that open code reads, and their values
     inputs: frozenset[int] = frozenset()  # inputs that the forward changes in place
     withheld: frozenset[type] = frozenset()  # objects in the result that hold what several stages made
-    answers: tuple[Any, ...] = ()  # of looks at data in open code: inputs of the same kind may take different paths
+    answers: tuple[Any, ...] = ()  # of looks at data, unless it is fixed: inputs of one kind may take different paths
     decided: int = 0  # the event before which the last of them was given
     rolls: bool = False  # open code draws from Python's or NumPy's random numbers, and may decide by them
     chance: int = 0  # what the random numbers of open code depended on
@@ -133,6 +135,14 @@ class Trace:
             at
             for at, event in enumerate(self.events)
             if event.free and not event.changes and event.region is None and not changed & {*event.makes, *event.reads}
+        )
+
+    @cached_property
+    def fixed(self) -> frozenset[int]:
+        """Those of them whose results are the same for all inputs of the same sizes."""
+        events, values = self.events, self.values
+        return frozenset(
+            at for at in self.common if events[at].makes and all(values[v].fixed for v in events[at].makes)
         )
 
     @cached_property
@@ -205,6 +215,12 @@ DATA = frozenset(
     f"__{name}__" for name in ("array", "bool", "int", "float", "complex", "index", "contains")
 ) | frozenset(("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"))
 HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+
+
+def is_fixed(values: Sequence[Value], looked_at: Sequence[int | None]) -> bool:
+    """Whether a look at data has the same answer for all inputs of the same sizes; None stands for a tensor that is no
+    value of the trace."""
+    return bool(looked_at) and all(value is not None and values[value].fixed for value in looked_at)
 
 
 def answer(result: Any) -> Any:

@@ -16,7 +16,7 @@ from penstock.model.batch import as_call, piece, require_device, rows_of, spans
 from penstock.model.labels import Labels, Memory
 from penstock.model.loss import Loss, read_loss
 from penstock.model.mean_loss import weight_of
-from penstock.model.passage import Passage
+from penstock.model.passage import Common, Passage
 from penstock.model.path import Path
 from penstock.model.seeding import mixed
 from penstock.model.split import Split
@@ -55,7 +55,7 @@ class MicroBatches:
             chance = mixed(self.seed, step, number)
             passage = Passage()
             with taken_by(self.split.model, args, kwargs):
-                path = path_of(args, kwargs, rows, chance, passage.common if self.shares else None)
+                path = path_of(args, kwargs, rows, chance, passage)
             job = Job(first_number + number, step, args, kwargs, rows, path, ending, passage=passage, chance=chance)
             job.last, job.part, job.stamp, job.mates = number == len(cut) - 1, number, stamp, jobs
             job.labels = labels
@@ -68,21 +68,20 @@ class MicroBatches:
 
     def _paths(
         self, call: tuple[tuple[Any, ...], dict[str, Any]]
-    ) -> Callable[[tuple[Any, ...], dict[str, Any], int, int, dict[int, Any] | None], Path]:
+    ) -> Callable[[tuple[Any, ...], dict[str, Any], int, int, Passage], Path]:
         """How to find the path of one of a batch's micro-batches. Where they are tensors and nobody looks at the data,
-        those of as many rows take the same one."""
-        outlook, known = self.split.outlook(), dict[int, Path]()
+        those of as many rows take the same one, and have in common what is computed from no tensor."""
+        outlook, known = self.split.outlook(), dict[int, tuple[Path, Common]]()
         plain = all(type(value) is torch.Tensor for value in (*call[0], *call[1].values()))
 
-        def path_of(
-            args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, chance: int, common: dict[int, Any] | None
-        ) -> Path:
-            found = known.get(rows)
-            if found is None:
-                found = self.split.path(args, kwargs, outlook, chance, common)
-                if plain and not found.trace.decides:
-                    known[rows] = found
-            return found
+        def path_of(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, chance: int, passage: Passage) -> Path:
+            if rows in known:
+                path, passage.fixed = known[rows]
+                return path
+            path = self.split.path(args, kwargs, outlook, chance, passage if self.shares else None)
+            if plain and not path.trace.decides:
+                known[rows] = path, passage.fixed
+            return path
 
         return path_of
 
