@@ -10,7 +10,6 @@ import torch
 from penstock.errors import SplitError
 from penstock.model.trace import Trace
 
-
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
