@@ -58,8 +58,8 @@ def _put_set(held: set[Any] | deque[Any], _: Any, values: list[Any]) -> None:
         held.update(values)
 
 
-_DICT, _LIST, _SET = Kind(_look_dict, _put_dict), Kind(_look_values, _put_list), Kind(_look_values, _put_set)
-_OBJECT = Kind(lambda held: _look_dict(vars(held)), lambda held, *rest: _put_dict(vars(held), *rest))
+DICT, _LIST, _SET = Kind(_look_dict, _put_dict), Kind(_look_values, _put_list), Kind(_look_values, _put_set)
+OBJECT = Kind(lambda held: _look_dict(vars(held)), lambda held, *rest: _put_dict(vars(held), *rest))
 _ARRAY = Kind(lambda held: (held.copy(), []), lambda held, before, _: np.copyto(held, before))
 _PYTHON = Kind(lambda held: (held.getstate(), []), lambda held, state, _: held.setstate(state))
 _NUMPY = Kind(lambda held: (held.bit_generator.state, []), lambda held, s, _: setattr(held.bit_generator, "state", s))
@@ -82,15 +82,15 @@ def kind_of(value: Any) -> Kind | None:
 
 def _kind_of(value: Any) -> Kind | None:
     if isinstance(value, nn.Module):
-        return _OBJECT
+        return OBJECT
     if isinstance(value, (dict, list, set, deque)):
-        return _DICT if isinstance(value, dict) else _LIST if isinstance(value, list) else _SET
+        return DICT if isinstance(value, dict) else _LIST if isinstance(value, list) else _SET
     if isinstance(value, np.ndarray):
         return _ARRAY
     if isinstance(value, GENERATORS):
         kinds = (_PYTHON, _NUMPY, _OLD_NUMPY, _TORCH)
         return next(kind for kind, cls in zip(kinds, GENERATORS, strict=True) if isinstance(value, cls))
-    return _OBJECT if is_record(value) else None
+    return OBJECT if is_record(value) else None
 
 
 _records: dict[type, bool] = {}

@@ -171,11 +171,9 @@ class Replay(Walk):
         if not self.inside and transform_level() is None:
             name, at = function_name(func), self.at
             if name == self.names[at]:
-                shared = self.common.get(at)
-                if shared is None:
-                    shared = self.fixed.get(at)
                 value = self.lone.get(at)
-                if type(shared) is torch.Tensor and value is not None and at < self.leave:
+                shared = None if value is None else self.common.get(at, self.fixed.get(at))
+                if value is not None and type(shared) is torch.Tensor and at < self.leave:
                     self.at = at + 1
                     self.tensor[value] = shared
                     self.value[id(shared)] = value

@@ -172,8 +172,9 @@ def is_walking() -> bool:
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = _running.walk
-    if walk is None or walk.inside:
-        return _CALL(module, *args, **kwargs)
+    if walk is None or walk.inside:  # what torch's own does, without another call around it: nearly all
+        own = module._compiled_call_impl
+        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)
     if transform_level() is not None:
         walk.transformed(type(module).__name__, (args, list(module.parameters())), kwargs)
         return _CALL(module, *args, **kwargs)
