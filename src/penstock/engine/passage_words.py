@@ -48,7 +48,7 @@ def decode_passage(words: bytes, passage: Passage, trace: Trace) -> None:
     try:
         passage.grads.update({values[int(key)]: grad for key, grad in grads.items()})
         for key, (shape, dtype) in shapes.items():
-            passage.shapes[values[int(key)]] = (tuple(shape), getattr(torch, dtype))
+            passage.tell(values[int(key)], (tuple(shape), getattr(torch, dtype)))
         for key, leaves in plain.items():
             event = events[int(key)]
             passage.plain[event] = _with_leaves(trace.results[event], leaves)

@@ -16,6 +16,7 @@ from torch import nn
 
 _FLAGS = frozenset((bool, str, type(None), torch.dtype, torch.device))
 _NUMBERS = frozenset((int, float))
+_passed: set[type] = set()  # types that are neither: this is asked of every attribute before every step
 _NO_CONFIG = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.Generator)
 
 
@@ -38,9 +39,11 @@ def _look(attributes: dict[str, Any], flags: list[Any], numbers: list[Any], held
             flags.append((name, value))
         elif kind in _NUMBERS:
             numbers.append(value)
-        elif kind is dict or kind is list or kind is tuple:
+        elif kind is dict or kind is list or kind is tuple or kind in _passed:
             continue
         elif isinstance(value, Enum):
             flags.append((name, value))
-        elif hasattr(value, "__dict__") and not isinstance(value, _NO_CONFIG):
+        elif isinstance(value, _NO_CONFIG) or not hasattr(value, "__dict__"):
+            _passed.add(kind)
+        else:
             held[id(value)] = value

@@ -58,8 +58,8 @@ def _put_set(held: set[Any] | deque[Any], _: Any, values: list[Any]) -> None:
         held.update(values)
 
 
-_DICT, _LIST, _SET = Kind(_look_dict, _put_dict), Kind(_look_values, _put_list), Kind(_look_values, _put_set)
-_OBJECT = Kind(lambda held: _look_dict(vars(held)), lambda held, *rest: _put_dict(vars(held), *rest))
+DICT, _LIST, _SET = Kind(_look_dict, _put_dict), Kind(_look_values, _put_list), Kind(_look_values, _put_set)
+OBJECT = Kind(lambda held: _look_dict(vars(held)), lambda held, *rest: _put_dict(vars(held), *rest))
 _ARRAY = Kind(lambda held: (held.copy(), []), lambda held, before, _: np.copyto(held, before))
 _PYTHON = Kind(lambda held: (held.getstate(), []), lambda held, state, _: held.setstate(state))
 _NUMPY = Kind(lambda held: (held.bit_generator.state, []), lambda held, s, _: setattr(held.bit_generator, "state", s))
@@ -68,22 +68,43 @@ _TORCH = Kind(lambda held: (held.get_state(), []), lambda held, state, _: held.s
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
+_kinds: dict[type, Kind | None] = {}  # by type, as this is asked of every attribute before every step
+
+
 def kind_of(value: Any) -> Kind | None:
     """How to read and write a value, or None where it holds nothing that a forward could change."""
+    try:
+        kind = _kinds[type(value)]
+    except KeyError:
+        kind = _kinds[type(value)] = _kind_of(value)
+    return None if kind is _ARRAY and not value.flags.writeable else kind
+
+
+def _kind_of(value: Any) -> Kind | None:
     if isinstance(value, nn.Module):
-        return _OBJECT
+        return OBJECT
     if isinstance(value, (dict, list, set, deque)):
-        return _DICT if isinstance(value, dict) else _LIST if isinstance(value, list) else _SET
+        return DICT if isinstance(value, dict) else _LIST if isinstance(value, list) else _SET
     if isinstance(value, np.ndarray):
-        return _ARRAY if value.flags.writeable else None
+        return _ARRAY
     if isinstance(value, GENERATORS):
         kinds = (_PYTHON, _NUMPY, _OLD_NUMPY, _TORCH)
         return next(kind for kind, cls in zip(kinds, GENERATORS, strict=True) if isinstance(value, cls))
-    return _OBJECT if is_record(value) else None
+    return OBJECT if is_record(value) else None
+
+
+_records: dict[type, bool] = {}
 
 
 def is_record(value: Any) -> bool:
     """An object of the user's that holds attributes, such as a config. A library's may have threads and files."""
+    known = _records.get(type(value))
+    if known is None:
+        known = _records[type(value)] = _is_record(value)
+    return known
+
+
+def _is_record(value: Any) -> bool:
     if isinstance(value, _NO_RECORD) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.split(".")[0] not in _LIBRARIES

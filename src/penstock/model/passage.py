@@ -10,15 +10,39 @@ import torch
 from penstock.errors import SplitError
 from penstock.model.trace import Trace
 
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass
+class Common:
+    """Results of events by their numbers, for all walks that would compute the same, and the shapes they go by: those
+    that open code has asked of what modules made."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    shapes: dict[int, Shape] = field(default_factory=dict)  # by value
+
+    def goes_by(self, value: int, shape: Shape) -> bool:
+        """Whether the results are those of a forward in which a value has this shape."""
+        return self.shapes.setdefault(value, shape) == shape
+
 
 @dataclass
 class Passage:
     """What one micro-batch's stages tell each other besides tensors: what open code asks of them, and plain results."""
 
-    shapes: dict[int, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)  # by value
+    shapes: dict[int, Shape] = field(default_factory=dict)  # by value
     plain: dict[int, Any] = field(default_factory=dict)  # by event: its result, with empty tensors in it
     grads: dict[int, bool] = field(default_factory=dict)  # by value: whether it needs a gradient, where the trace errs
-    common: dict[int, Any] = field(default_factory=dict)  # by event: its result, for stages of the same process
+    common: Common = field(default_factory=Common)  # of this micro-batch, for stages of the same process
+    fixed: Common = field(default_factory=Common)  # what it has in common with other micro-batches of its batch, too
+
+    def tell(self, value: int, shape: Shape) -> None:
+        """Note the shape of a value. What others have computed with another one is no use from here on."""
+        self.shapes[value] = shape
+        if not self.common.goes_by(value, shape):
+            self.common = Common(shapes={**self.common.shapes, value: shape})
+        if not self.fixed.goes_by(value, shape):
+            self.fixed = Common(shapes={**self.fixed.shapes, value: shape})
 
     @staticmethod
     def of(seen: Trace) -> Passage:

@@ -24,7 +24,7 @@ from penstock.model.fakes import HOME, is_fake
 from penstock.model.materialise import is_weightless
 from penstock.model.naming import alike, name_of, places, settle_names
 from penstock.model.seeding import draws, host_draws, mixed, set_draws, torch_seeded
-from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow
+from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow, is_fixed
 from penstock.model.untouched import copied, no_side_effects, untouched
 from penstock.model.walk import Layout, Walk, users_line
 from penstock.model.written import Written, place
@@ -185,7 +185,7 @@ class _Recorder(Walk):
         changed = [t for t, version in zip(given, versions, strict=True) if _version(t) != version]
         made = list(tree.tensors(result))
         if not made and not changed and not atom:
-            self.looked(name, given, result)
+            self.looked(name, (args, kwargs), given, result)
             return result
         drew = self.own or not all(map(torch.equal, drawn, draws()))
         seed = None
@@ -231,7 +231,7 @@ class _Recorder(Walk):
         same = self.given - {id(tensor) for tensor in changed}
         return tree.replace(result, lambda t: torch.ops.aten.alias(t) if id(t) in same else t)
 
-    def looked(self, name: str, given: list[torch.Tensor], result: Any) -> None:
+    def looked(self, name: str, arguments: Any, given: list[torch.Tensor], result: Any) -> None:
         """A function that made nothing."""
         self.quiet.add(name)
         short = name.rsplit(".", 1)[-1]
@@ -239,7 +239,7 @@ class _Recorder(Walk):
             raise SplitError(
                 "no hook put on a parameter by code that every stage runs", f"one at {users_line()}", "do it once"
             )
-        if short in DATA:
+        if short in DATA and not is_fixed(self.values, [self.known.get(id(t)) for t in tree.tensors(arguments)]):
             self.answers.append(answer(result))
             self.decided = len(self.events)
         for value in map(self.number, given):
@@ -271,6 +271,9 @@ class _Recorder(Walk):
             self.known[id(t)] if id(t) in self.known else self.add(t, at, free, name_of(event.alike, place))
             for t, place in named
         )
+        if free and event.seed is None and not changes and not any(self.used):
+            for value in makes if all(self.values[value].fixed for value in reads) else ():
+                self.values[value].fixed |= self.values[value].made_by == at
         self.events.append(
             replace(
                 event,

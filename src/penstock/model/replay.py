@@ -12,14 +12,15 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.additions import Place, add, added, list_lengths
-from penstock.model.passage import Passage, Withheld
+from penstock.model.passage import Common, Passage, Withheld
 from penstock.model.seeding import draws, host_draws, mixed, torch_seeded
-from penstock.model.trace import DATA, HOOKS, Event, Trace, answer, stands_for
-from penstock.model.walk import Layout, Walk, users_line
+from penstock.model.trace import DATA, HOOKS, Event, StandIn, Trace, answer, is_fixed, stands_for
+from penstock.model.walk import Layout, Walk, function_name, transform_level, users_line
 
 _NOTHING = nullcontext()
 _DEVICE = "torch.Tensor.device.__get__"  # every stage has the same; a trace of fake weights does not see who asks
@@ -56,21 +57,22 @@ class Replay(Walk):
         strict: bool = False,
         rolls: bool = False,
         last: bool = True,
-        common: dict[int, Any] | None = None,
     ) -> None:
         super().__init__(layout)
         self.last = last  # the model's result is wanted
-        self.common = {} if common is None else common
         self.strict = strict  # nothing but a question: do these inputs take this path?
         self.chance = chance  # what random numbers that open code draws depend on
         self.host = host_draws(chance) if rolls or plan.rolls else None
         self.rolled = False
-        self.stop = span[1] if stop is None else stop  # the event at which to leave
+        stop = span[1] if stop is None else stop  # the event at which to leave
+        self.leave = stop if stop < len(plan.events) else stop + 1
         self.plan, self.span, self.wanted, self.passage = plan, span, wanted, passage
-        self.names = plan.names
+        self.names, self.lone, self.looks_at_tensors = plan.names, plan.lone, plan.looks_at_tensors
+        self.absent = plan.before(span[0])  # but for what is received
         self.received = dict(received)
         self.around = around  # entered for each atom, not for open code, whose functions must keep their names
         self.at = 0
+        self._share()
         self.made: dict[int, torch.Tensor] = {}  # values that later stages need
         self.value: dict[int, int] = {}  # identity of a tensor met so far -> its value
         self.tensor: dict[int, torch.Tensor] = {}  # value -> the tensor that open code holds; keeps it alive
@@ -159,8 +161,51 @@ class Replay(Walk):
 
     def empty(self, value: int) -> bool:
         """Whether open code holds a stand-in for a value."""
-        held = self.plan.values[value]
-        return 0 <= held.made_by < self.span[0] and not held.free and value not in self.received
+        return value in self.absent and value not in self.received
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The same as any walk's, at once for the two things that open code does most: it asks for shapes, and computes
+        what another stage of this process has computed."""
+        if not self.inside and transform_level() is None:
+            name, at = function_name(func), self.at
+            if name == self.names[at]:
+                value = self.lone.get(at)
+                shared = None if value is None else self.common.get(at, self.fixed.get(at))
+                if value is not None and type(shared) is torch.Tensor and at < self.leave:
+                    self.at = at + 1
+                    self.tensor[value] = shared
+                    self.value[id(shared)] = value
+                    return shared
+            elif name in self.looks_at_tensors and len(args) == 1:
+                number = self.value.get(id(args[0]))
+                if number is None or self.received.get(number) is args[0]:
+                    return func(*args)
+                if number not in self.received and (number not in self.absent or self.tells(name, number)):
+                    return func(*args)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def tells(self, name: str, value: int) -> bool:
+        """Whether a stand-in has the answer to a look at it."""
+        return self.looks_at_tensors[name] and self.plan.values[value].asked
+
+    def met(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same as any walk's, at once for a call that is skipped and has one tensor for a result."""
+        at = self.at
+        value = self.plan.skipped_at_once.get(at)
+        first, last = self.span
+        if value is None or first <= at < last or at >= self.leave or self.strict or self.names[at] != name:
+            return super().met(name, module, args, kwargs)
+        tensor = self.received.get(value)
+        if tensor is None:
+            known = self.plan.stand_ins.get(value)
+            if known is None or known.told != self.passage.shapes.get(value) or value in self.tensor:
+                return super().met(name, module, args, kwargs)
+            tensor = known.tensor
+        self.at = at + 1
+        self.meet(tensor, value)
+        return tensor
 
     def atom(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.names[self.at] != name:
@@ -196,12 +241,9 @@ class Replay(Walk):
 
     def look(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that makes nothing: shapes, types, devices; or a value, which only a tensor that is here has."""
-        if name.endswith(".__get__") and len(args) == 1:  # nearly all
-            value = self.value.get(id(args[0]))
-            if value is None or not (self.empty(value) or value in self.received):
-                return self.native(call, args, kwargs)
         short = last_word(name)
-        values = [self.value[id(t)] for t in tree.tensors((args, kwargs)) if id(t) in self.value]
+        given = [self.value.get(id(t)) for t in tree.tensors((args, kwargs))]
+        values = [value for value in given if value is not None]
         if short in HOOKS and any(self.plan.values[v].made_by < self.span[0] for v in values):
             return _Handle()  # the stage that makes the tensor has put the hook on it
         if short in HOOKS and not torch.is_grad_enabled():
@@ -211,7 +253,7 @@ class Replay(Walk):
         if self.received:
             args, kwargs = tree.replace((args, kwargs), self.real)
         result = self.native(call, args, kwargs)
-        if short in DATA:
+        if short in DATA and not is_fixed(self.plan.values, given):
             self.answers.append(answer(result))
         return result
 
@@ -239,7 +281,7 @@ class Replay(Walk):
     def event(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at = self.at
         first, last = self.span
-        if at >= self.stop and self.stop < len(self.plan.events):
+        if at >= self.leave:
             raise Done
         self.at += 1
         event = self.plan.events[at]
@@ -253,9 +295,10 @@ class Replay(Walk):
         self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What depends on nothing but inputs: the first stage of a process computes it, the others take it."""
-        found = self.common.get(at)
+        results = self.fixed if at in self.plan.fixed else self.common
+        found = results.get(at)
         if found is None:
-            found = self.common[at] = self.act(at, event, call, args, kwargs)
+            found = results[at] = self.act(at, event, call, args, kwargs)
         elif type(found) is torch.Tensor and len(event.makes) == 1:
             self.meet(found, event.makes[0])
         else:
@@ -264,6 +307,19 @@ class Replay(Walk):
             for tensor, value in zip(made, event.makes, strict=True):
                 self.meet(tensor, value)
         return found
+
+    def _share(self) -> None:
+        """Take the results that this walk has in common with others."""
+        self.common, self.fixed = self.passage.common.results, self.passage.fixed.results
+
+    def computed(self) -> Common:
+        """Results that other walks on the same inputs may share: of no inputs that this one has made copies of, to
+        change them, and without a history."""
+        if self.plan.inputs:
+            return Common()
+        every = {**self.common, **self.fixed}
+        results = {at: r for at, r in every.items() if not any(t.requires_grad for t in tree.tensors(r))}
+        return Common(results, dict(self.passage.shapes))
 
     def act(
         self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -349,7 +405,8 @@ class Replay(Walk):
     def keep(self, tensor: torch.Tensor, value: int) -> None:
         self.meet(tensor, value)
         if self.plan.values[value].asked:
-            self.passage.shapes[value] = (tuple(tensor.shape), tensor.dtype)
+            self.passage.tell(value, (tuple(tensor.shape), tensor.dtype))
+            self._share()
         if value in self.wanted:
             self.made[value] = tensor
 
@@ -400,12 +457,14 @@ class Replay(Walk):
             return self.received[value]
         if value in self.tensor:  # an event that returns what it was given
             return self.tensor[value]
-        shape, dtype = self.passage.shapes.get(value, (example.shape, example.dtype))
-        empty = self.plan.stand_ins.get(value)
-        if empty is None or empty.shape != shape or empty.dtype != dtype:
-            empty = self.plan.stand_ins[value] = torch.empty(shape, dtype=dtype, device="meta")
-        self.meet(empty, value)
-        return empty
+        told = self.passage.shapes.get(value)
+        known = self.plan.stand_ins.get(value)
+        if known is None or known.told != told:
+            shape, dtype = told or (example.shape, example.dtype)
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            known = self.plan.stand_ins[value] = StandIn(told, empty)
+        self.meet(known.tensor, value)
+        return known.tensor
 
 
 @cache

@@ -95,25 +95,33 @@ class Split:
         return Cuts(frozenset(names[id(module)] for module in self.layout.open), calls)
 
     def path(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], outlook: Outlook | None = None, chance: int = 0
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outlook: Outlook | None = None,
+        chance: int = 0,
+        passage: Passage | None = None,
     ) -> Path:
         """The path that these inputs take. An outlook serves for inputs between which nobody changes the model;
-        `chance` is what random numbers between its modules depend on."""
+        `chance` is what random numbers between its modules depend on. What had to be computed to tell, and stages of
+        one process may share, is put into the passage."""
         kind = kind_of_inputs(args, kwargs, outlook or self.outlook())
-        found = self._known(kind, args, kwargs, chance)
+        found = self._known(kind, args, kwargs, chance, passage or Passage())
         if found is not None:
             return found.noted(kind, Passage())
         with self.tracing():
             seen = self._settled(self._traced(args, kwargs, chance), args, kwargs)
         return self._learn(seen, kind)
 
-    def _known(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int) -> Path | None:
+    def _known(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int, passage: Passage
+    ) -> Path | None:
         """The path that these inputs take among those known. What one walk is answered, before it is found to be
         another path's, rules out all that had other answers."""
         answers: tuple[Any, ...] = ()
         for path in self.paths.get(kind.marks, ()):
             if not _contradict(answers, path.trace.answers):
-                taken, told = self._takes(path, kind, args, kwargs, chance)
+                taken, told = self._takes(path, kind, args, kwargs, chance, passage)
                 if taken:
                     return path
                 answers = max(answers, told, key=len)
@@ -147,7 +155,13 @@ class Split:
         return fresh.noted(kind, Passage.of(seen))
 
     def _takes(
-        self, path: Path, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int
+        self,
+        path: Path,
+        kind: Kind,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        chance: int,
+        passage: Passage,
     ) -> tuple[bool, tuple[Any, ...]]:
         """Whether these inputs take a path, as far as can be told without running the model, and what open code was
         answered about data until that was known.
@@ -164,6 +178,7 @@ class Split:
         if told is not None and sure and not seen.rolls:
             walk = self._walked(seen, told, seen.decided, args, kwargs, chance)
             if walk.at == seen.decided and tuple(walk.answers) == seen.answers:
+                passage.common = walk.computed()
                 return True, ()
         walk = self._walked(seen, told or Passage(), len(seen.events), args, kwargs, chance, not sure)
         return walk.at == len(seen.events) and walk.rolled == seen.rolls, tuple(walk.answers)
@@ -182,7 +197,16 @@ class Split:
         `rolls`, it notices draws from the host's random numbers even where the trace had none."""
         end = len(seen.events)
         walk = Replay(
-            self.layout, seen, (end, end), {}, frozenset(), told, stop=stop, chance=chance, strict=True, rolls=rolls
+            self.layout,
+            seen,
+            (end, end),
+            {},
+            frozenset(),
+            Passage(told.shapes, told.plain, told.grads),
+            stop=stop,
+            chance=chance,
+            strict=True,
+            rolls=rolls,
         )
         inputs = walk.meet_inputs((args, kwargs))
         try:
@@ -217,7 +241,6 @@ class Split:
             around,
             chance=chance,
             last=stage == self.pieces - 1,
-            common=passage.common,
         )
         try:
             result = replay.run(args, kwargs)
@@ -250,7 +273,7 @@ class Split:
             self.forget(path)
             raise PathChangedError(f"a {type(result).__name__} of stage {stage}, where its trace gave a tensor")
         if path.trace.values[made].asked:
-            passage.shapes[made] = (tuple(result.shape), result.dtype)
+            passage.tell(made, (tuple(result.shape), result.dtype))
         wanted = made in path.outgoing[stage]
         return {made: result} if wanted else {}, None if wanted else result
 

@@ -20,7 +20,7 @@ from penstock.model.loss import Loss
 from penstock.model.mean_loss import Part, safe_means
 from penstock.model.offload import Offload, saving, to_device, to_host
 from penstock.model.own_loss import next_node, own_loss
-from penstock.model.passage import Passage
+from penstock.model.passage import Common, Passage
 from penstock.model.path import Path
 from penstock.model.reweigh import Reweigh
 from penstock.model.seeding import mixed, seed_all
@@ -233,7 +233,7 @@ class Stage:
 
     def _loss(self, job: Job, received: Values) -> Any:
         """Of other labels, so what stages have in common for theirs is no use."""
-        job = replace(job, passage=replace(job.passage, common={}))
+        job = replace(job, passage=replace(job.passage, common=Common(), fixed=Common()))
         return self._run(job, received)[1]
 
     def _finished(self, job: Job, result: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model.fakes import is_fake
-from penstock.model.holders import OWN, PLAIN, Kind, is_record, kind_of, same
+from penstock.model.holders import DICT, OBJECT, OWN, PLAIN, Kind, is_record, kind_of, same
 from penstock.model.saved_hooks import Hooks, SavedHooks
 
 LARGE = 2**26  # bytes; of larger tensors no copy is kept, unless they are seen to change
@@ -91,9 +92,13 @@ class State:
     def save(self) -> Saved:
         found = _Found(self.copies)
         for module in self.modules:
-            found.reach(module._buffers, DEEP)
+            buffers = module._buffers
+            if buffers:
+                found.reach(buffers, DEEP)
+            else:  # of nearly all, and this is done before every step
+                found.held.append(_Held(buffers, DICT, ([], [])))
             if not _is_torchs(module):
-                found.reach(module, DEEP)
+                found.module(module)
         for thing in self.more:
             found.reach(thing, DEEP)
         return Saved(found.held, found.tensors, self.hooks.save())
@@ -138,6 +143,17 @@ class _Found:
         self.held: list[_Held] = []
         self.tensors: list[_Copy] = []
 
+    def module(self, module: nn.Module) -> None:
+        """Reach what somebody has put on a module."""
+        if self.copies.is_still(module):
+            return
+        attributes = vars(module)
+        self.held.append(_Held(module, OBJECT, (list(attributes), list(attributes.values()))))
+        met = self.met
+        for name, part in attributes.items():
+            if type(part) not in PLAIN and name not in OWN and id(part) not in met:
+                self.reach(part, DEEP - 1)
+
     def reach(self, value: Any, deep: int) -> None:
         if type(value) in PLAIN or id(value) in self.met:
             return
@@ -150,18 +166,17 @@ class _Found:
             inner: Iterable[Any] = value
         else:
             kind = kind_of(value)
-            if kind is None or self.copies.is_still(value) or (isinstance(value, nn.Module) and deep < DEEP):
-                return
+            if kind is None or self.copies.is_still(value) or isinstance(value, nn.Module):
+                return  # a module is reached by itself, if it is the model's
             self.met.add(id(value))
             look = kind.look(value)
             self.held.append(_Held(value, kind, look))
             inner = look[1]
-            if isinstance(value, nn.Module):
-                inner = [part for name, part in zip(*look, strict=True) if name not in OWN]
         if deep:
             left = max(deep - (2 if is_record(value) else 1), 0)
+            met = self.met
             for part in inner:
-                if type(part) not in PLAIN:
+                if type(part) not in PLAIN and id(part) not in met:
                     self.reach(part, left)
 
 
@@ -189,8 +204,12 @@ def _old_tensors(before: Saved) -> dict[int, torch.Tensor]:
 
 def _is_torchs(module: nn.Module) -> bool:
     """A layer of torch's own keeps nothing but buffers, unless a hook does."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module).__module__.startswith("torch.nn.modules") and not hooks
+    return _of_torchs_types(type(module)) and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+@cache
+def _of_torchs_types(kind: type[nn.Module]) -> bool:
+    return kind.__module__.startswith("torch.nn.modules")
 
 
 def _changed(tensor: torch.Tensor, version: int) -> bool:

@@ -7,9 +7,10 @@ has the inputs, so every stage computes them again; nothing of that is sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +55,7 @@ class Value:
     dtype: torch.dtype
     key: int  # its name in every process: see naming; until the trace is whole, the same for all that are alike
     asked: bool = False  # open code looked at its shape, type or device
+    fixed: bool = False  # computed from no tensor at all, so inputs of the same sizes give the same
     read_by: list[int] = field(default_factory=list)
 
 
@@ -65,6 +67,13 @@ class Note:
     value: int
     at: int  # the next event
     line: str
+
+
+class StandIn(NamedTuple):
+    """A tensor in place of one that an earlier stage made."""
+
+    told: tuple[tuple[int, ...], torch.dtype] | None  # what that stage has said of it; None: it is as on the trace
+    tensor: torch.Tensor
 
 
 @dataclass
@@ -82,7 +91,7 @@ class Trace:
     buffers: tuple[tuple[str, int], ...] = ()  # those that open code reads, and their values
     inputs: frozenset[int] = frozenset()  # inputs that the forward changes in place
     withheld: frozenset[type] = frozenset()  # objects in the result that hold what several stages made
-    answers: tuple[Any, ...] = ()  # of looks at data in open code: inputs of the same kind may take different paths
+    answers: tuple[Any, ...] = ()  # of looks at data, unless it is fixed: inputs of one kind may take different paths
     decided: int = 0  # the event before which the last of them was given
     rolls: bool = False  # open code draws from Python's or NumPy's random numbers, and may decide by them
     chance: int = 0  # what the random numbers of open code depended on
@@ -90,7 +99,8 @@ class Trace:
     written: dict[str, str] = field(default_factory=dict)  # weights it changes, and where; "" where often is as once
     kept: dict[tuple[str, str], int] = field(default_factory=dict)  # module, attribute -> the event that sets it
     result: Any = None  # of the forward, with empty tensors in it
-    stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)  # by value; they hold nothing, so they are shared
+    stand_ins: dict[int, StandIn] = field(default_factory=dict)  # by value; they hold nothing, so they are shared
+    made_before: dict[int, frozenset[int]] = field(default_factory=dict)  # see `before`
 
     @property
     def asks(self) -> bool:
@@ -128,6 +138,50 @@ class Trace:
         )
 
     @cached_property
+    def fixed(self) -> frozenset[int]:
+        """Those of them whose results are the same for all inputs of the same sizes."""
+        events, values = self.events, self.values
+        return frozenset(
+            at for at in self.common if events[at].makes and all(values[v].fixed for v in events[at].makes)
+        )
+
+    @cached_property
+    def lone(self) -> dict[int, int]:
+        """The values of common events that make one tensor and nothing else."""
+        return {at: makes[0] for at, makes in self._lone_makes() if at in self.common}
+
+    @cached_property
+    def skipped_at_once(self) -> dict[int, int]:
+        """The values of events that make one tensor and nothing else, and change nothing: to skip one, only its
+        stand-in is needed."""
+        events = self.events
+        return {
+            at: makes[0]
+            for at, makes in self._lone_makes()
+            if not (events[at].free or events[at].changes or events[at].additions or events[at].talks)
+        }
+
+    def _lone_makes(self) -> list[tuple[int, tuple[int, ...]]]:
+        every = zip(self.events, self.results, strict=True)
+        return [(at, e.makes) for at, (e, r) in enumerate(every) if type(r) is torch.Tensor and len(e.makes) == 1]
+
+    @cached_property
+    def looks_at_tensors(self) -> dict[str, bool]:
+        """Getters of tensors that open code uses, and whether one that needs no data says of a stand-in what it says
+        of the tensor."""
+        getters = {name for name in self.quiet if name.endswith(".__get__")}
+        return {name: name.split(".")[-2] in _SHAPES for name in getters}
+
+    def before(self, event: int) -> frozenset[int]:
+        """Values made before an event that are not the same on every stage."""
+        known = self.made_before.get(event)
+        if known is None:
+            every = enumerate(self.values)
+            known = frozenset(number for number, value in every if 0 <= value.made_by < event and not value.free)
+            self.made_before[event] = known
+        return known
+
+    @cached_property
     def value_names(self) -> dict[int, int]:
         """The values by the names that all processes know them by."""
         return {value.key: number for number, value in enumerate(self.values)}
@@ -156,10 +210,17 @@ class Trace:
         return users
 
 
+_SHAPES = frozenset(("shape", "dtype", "ndim", "itemsize", "nbytes", "layout"))
 DATA = frozenset(
     f"__{name}__" for name in ("array", "bool", "int", "float", "complex", "index", "contains")
 ) | frozenset(("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"))
 HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+
+
+def is_fixed(values: Sequence[Value], looked_at: Sequence[int | None]) -> bool:
+    """Whether a look at data has the same answer for all inputs of the same sizes; None stands for a tensor that is no
+    value of the trace."""
+    return bool(looked_at) and all(value is not None and values[value].fixed for value in looked_at)
 
 
 def answer(result: Any) -> Any:

@@ -25,7 +25,7 @@ from penstock.model.trace import hollow, standing_for
 
 _CALL = nn.Module.__call__
 _APPLY = vars(torch.autograd.Function)["apply"]  # the classmethod itself: taken from the class it would be bound to it
-_transform = torch._C._functorch.maybe_current_level  # None outside
+transform_level = torch._C._functorch.maybe_current_level  # None outside
 _LIBRARIES = ("torch", "penstock", "contextlib", "functools", "random", "copy")
 
 
@@ -69,6 +69,10 @@ class Walk(TorchFunctionMode):
         super().__init__()
         self.layout = layout
         self.inside = False  # an event is running: its own calls are nobody's business
+
+    def met(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an atom call."""
+        return self.hidden(self.atom, name, partial(_CALL, module), args, kwargs)
 
     def atom(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -120,10 +124,10 @@ class Walk(TorchFunctionMode):
     ) -> Any:
         if self.inside:
             return func(*args, **(kwargs or {}))
-        if _transform() is not None:
-            self.transformed(_name(func), args, kwargs or {})
+        if transform_level() is not None:
+            self.transformed(function_name(func), args, kwargs or {})
             return func(*args, **(kwargs or {}))
-        return self.glue(_name(func), func, args, kwargs or {})
+        return self.glue(function_name(func), func, args, kwargs or {})
 
 
 class _Running(threading.local):
@@ -168,15 +172,16 @@ def is_walking() -> bool:
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = _running.walk
-    if walk is None or walk.inside:
-        return _CALL(module, *args, **kwargs)
-    if _transform() is not None:
+    if walk is None or walk.inside:  # what torch's own does, without another call around it: nearly all
+        own = module._compiled_call_impl
+        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)
+    if transform_level() is not None:
         walk.transformed(type(module).__name__, (args, list(module.parameters())), kwargs)
         return _CALL(module, *args, **kwargs)
     if id(module) in walk.layout.opened:
         return padded(_CALL, module, *args, **kwargs) if is_encoder(module) else _CALL(module, *args, **kwargs)
     name = walk.layout.names.get(id(module), f"({type(module).__name__})")
-    return walk.hidden(walk.atom, name, partial(_CALL, module), args, kwargs)
+    return walk.met(name, module, args, kwargs)
 
 
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +190,7 @@ def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         return run(cls, *args, **kwargs)
     if walk.inside:
         return walk.made_inside(run(cls, *args, **kwargs))
-    if _transform() is not None:
+    if transform_level() is not None:
         walk.transformed(cls.__name__, args, kwargs)
         return run(cls, *args, **kwargs)
     return walk.hidden(walk.glue, f"{cls.__module__}.{cls.__qualname__}.apply", partial(run, cls), args, kwargs)
@@ -194,7 +199,8 @@ def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
 _names: dict[Any, str] = {}
 
 
-def _name(func: Callable[..., Any]) -> str:
+def function_name(func: Callable[..., Any]) -> str:
+    """A torch function's name."""
     name = _names.get(func)
     if name is None:
         name = _names[func] = resolve_name(func) or getattr(func, "__qualname__", repr(func))

@@ -114,7 +114,7 @@ class Pipeline:
         self.engine: Engine | None = None
         self.health = Health(self.crew)
         self.settings, self.device = self.ground.settings, self.ground.settings[0].device
-        self.micro_batches = MicroBatches(self.split, self.feed, self.device, self.wanted.seed)
+        self.micro_batches = MicroBatches(self.split, self.feed, self.settings[0])
         self.checks, self.forwards = LossChecks(self), Forwards(self)
         self._take_up(parts.engine)
         if isinstance(load, (str, os.PathLike)):
