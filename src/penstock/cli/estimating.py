@@ -60,7 +60,7 @@ def _estimate(
 ) -> None:
     from rich.console import Console
 
-    from penstock.app.profile.estimate import as_json, estimate_config, said
+    from penstock.app.profile.estimate import as_json, estimate_config, notes
     from penstock.app.profile.table import table
     from penstock.app.run.train import require_writable
 
@@ -72,5 +72,5 @@ def _estimate(
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table(estimated.profile))
-    for line in said(estimated):
+    for line in notes(estimated):
         console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.comm.transport.interface import Key, LaneName, Lanes, Message
+from penstock.comm.transport.interface import LaneName, Lanes, Message, MessageKey
 from penstock.core.action import Op
 from penstock.core.lowered_loop import ActionRow
 from penstock.engine.passage_words import decode_passage, encode_passage, other_forward
@@ -94,11 +94,11 @@ class StageTransfers:
         outgoing = self.stages.store.take_outgoing(stage, peer, microbatch)
         named = {traced[value].key: tensor for value, tensor in outgoing.items()}
         message = Message(named, self._encode(job, stage, peer), job.stamp)
-        self.lanes.senders[LaneName(stage, peer)].send(Key(self.lanes.runs, microbatch), message)
+        self.lanes.senders[LaneName(stage, peer)].send(MessageKey(self.lanes.runs, microbatch), message)
 
     def receive(self, row: ActionRow) -> bool:
         stage, microbatch, peer = row.stage, row.microbatch, row.peer
-        message = self.lanes.receivers[LaneName(peer, stage)].receive(Key(self.lanes.runs, microbatch))
+        message = self.lanes.receivers[LaneName(peer, stage)].receive(MessageKey(self.lanes.runs, microbatch))
         job, store = self.stages.jobs[microbatch], self.stages.store
         if message.stamp != job.stamp:
             raise InputError(
@@ -109,7 +109,7 @@ class StageTransfers:
         values = _numbered(job, stage, peer, message.values)
         if not self.on_host:
             values = {value: tensor.to(self.device) for value, tensor in values.items()}
-        self._decode(job, stage, peer, message.told)
+        self._decode(job, stage, peer, message.metadata)
         if peer < stage:
             store.put_values(stage, microbatch, values)
         else:

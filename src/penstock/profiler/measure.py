@@ -34,7 +34,7 @@ from penstock.profiler.updates import Make, Updates, measure_updates
 
 
 @dataclass(frozen=True)
-class Wish:
+class MeasureOptions:
     """How to measure. `make` is the optimizer, from parameters by name; `company`, who measures at the same time."""
 
     settings: Settings
@@ -46,7 +46,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredProfile:
     """A profile, and what else is to be said of the measurement."""
 
     profile: Profile
@@ -55,7 +55,7 @@ class Measured:
     whole: str | None  # why the model is one layer, where it could not be cut
 
 
-def measure(model: nn.Module, batch: Batch, wish: Wish) -> Measured:
+def measure(model: nn.Module, batch: Batch, wish: MeasureOptions) -> MeasuredProfile:
     """Profile a model for a micro-batch."""
     keep_pages()
     with _threads(wish.threads), torch.enable_grad():
@@ -78,7 +78,7 @@ def measure(model: nn.Module, batch: Batch, wish: Wish) -> Measured:
     times = settled(rows, None if halves is None else two, count // 2)
     profile = _profile(layers, batch, kept, times, updates, found, wish)
     why = None if layers.whole is None else str(layers.whole)
-    return Measured(profile, len(found.quiet), int(found.quiet.sum()), why)
+    return MeasuredProfile(profile, len(found.quiet), int(found.quiet.sum()), why)
 
 
 def _halves(layers: Layers, batch: Batch) -> Split | None:
@@ -110,7 +110,7 @@ def _total(run: Run) -> float:
     return float(run.seconds[Op.F].sum() + run.seconds[Op.B].sum())
 
 
-def _updates(layers: Layers, bench: Bench, wish: Wish) -> Updates:
+def _updates(layers: Layers, bench: Bench, wish: MeasureOptions) -> Updates:
     if wish.make is None:
         return Updates(np.zeros(len(layers)), [0] * len(layers), 0.0)
     named = dict(layers.split.model.named_parameters())
@@ -119,7 +119,13 @@ def _updates(layers: Layers, bench: Bench, wish: Wish) -> Updates:
 
 
 def _profile(
-    layers: Layers, batch: Batch, kept: list[Kept], times: Settled, updates: Updates, found: Samples, wish: Wish
+    layers: Layers,
+    batch: Batch,
+    kept: list[Kept],
+    times: Settled,
+    updates: Updates,
+    found: Samples,
+    wish: MeasureOptions,
 ) -> Profile:
     model, sent = layers.split.model, layers.sent
     parts = []

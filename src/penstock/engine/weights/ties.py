@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.comm.transport.interface import Key, LaneName, Lanes, Message
+from penstock.comm.transport.interface import LaneName, Lanes, Message, MessageKey
 from penstock.model.stage import Stage
 
 GRADIENTS, WEIGHTS = 0, 1
@@ -121,8 +121,8 @@ class TiedWeights:
         return {at: tensor.to(group.parameters[at].device) for at, tensor in values.items()}
 
 
-def _key(count: int, group: TieGroup, kind: int) -> Key:
-    return Key(count, FIRST - 2 * group.number - kind)
+def _key(count: int, group: TieGroup, kind: int) -> MessageKey:
+    return MessageKey(count, FIRST - 2 * group.number - kind)
 
 
 def _taken(stage: Stage, group: TieGroup, dense: bool) -> Parts:
