@@ -43,11 +43,11 @@ def estimate(
 def _calibrate(file: Path) -> None:
     from penstock.app.run.train import require_writable
     from penstock.profiler.calibrate import calibrate
-    from penstock.profiler.calibration import written
+    from penstock.profiler.calibration import calibration_text
 
     require_writable(str(file), "a calibration")
     machine = calibrate(lambda what: typer.echo(f"measuring {what}", err=True))
-    write_files(calibration=(file, lambda: written(machine)))
+    write_files(calibration=(file, lambda: calibration_text(machine)))
 
 
 def _estimate(

@@ -26,9 +26,9 @@ from penstock.app.compare.times import utilisation
 from penstock.app.compare.track import Track, follow_lines
 from penstock.app.config.task import Task
 from penstock.app.run.launcher import launch
+from penstock.app.run.plain import PlainTraining
 from penstock.app.run.request import Request, parse_request, rank
 from penstock.app.run.train import last_run
-from penstock.app.run.plain import PlainTraining
 from penstock.app.run.worker_main import command
 from penstock.errors import InputError, RankError
 from penstock.model.heap import bytes_of

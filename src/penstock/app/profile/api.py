@@ -20,7 +20,7 @@ from penstock.model.materialise import is_weightless
 from penstock.model.stage import Settings
 from penstock.profiler.bench import Batch
 from penstock.profiler.measure import MeasuredProfile, MeasureOptions, measure
-from penstock.profiler.sampling import Company, Show, unseen
+from penstock.profiler.sampling import Peers, Show, no_progress
 from penstock.training.options import home_of, read_precision, require_plain_loss
 from penstock.training.stage_optimizers import made
 
@@ -66,10 +66,10 @@ def measure_profile(
     repetitions: int,
     threads: int,
     seed: int,
-    company: Company | None = None,
-    show: Show = unseen,
+    peers: Peers | None = None,
+    show: Show = no_progress,
 ) -> MeasuredProfile:
-    """Measure a profile, and return it with the details of the measurement; `company` are processes that measure at the
+    """Measure a profile, and return it with the details of the measurement; `peers` are processes that measure at the
     same time."""
     loss = _require_loss(model, loss)
     device = home_of(model)
@@ -77,15 +77,15 @@ def measure_profile(
     args, kwargs = as_call(example)
     rows = rows_of((args, kwargs), target)
     batch = Batch(args, kwargs, rows, _BatchLoss(loss, target, rows), whole("microbatches", microbatches))
-    wish = MeasureOptions(
+    options = MeasureOptions(
         Settings(device, seed, autocast=read_precision(precision, device)),
         None if optimizer is None else partial(made, optimizer),
         whole("repetitions", repetitions),
         whole("threads", threads, most=MOST_THREADS),
-        company or Company(),
+        peers or Peers(),
         show,
     )
-    return measure(model, batch, wish)
+    return measure(model, batch, options)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from penstock.comm.world.world import join
 from penstock.core.profile import Profile
 from penstock.core.validation import whole
 from penstock.model.batch import as_call, piece, rows_of, spans
-from penstock.profiler.joined import joined
+from penstock.profiler.combine import combine_profiles
 from penstock.profiler.measure import MeasuredProfile
-from penstock.profiler.sampling import Company
+from penstock.profiler.sampling import Peers
 from penstock.training.options import home_of
 
 
@@ -36,7 +36,7 @@ def run(request: Request, busy: int | None, out: TextIO | None) -> MeasuredProfi
     task = request.task()
     processes = _usual(task) if busy is None else whole("busy", busy)
     if processes == 1:
-        return _measured(task, request, Company(), out)
+        return _measured(task, request, Peers(), out)
     from penstock.app.run.launcher import launch
     from penstock.app.run.worker_main import command
 
@@ -52,7 +52,7 @@ def _usual(task: Task) -> int:
     return task.config.pipeline.stages if on_host else 1
 
 
-def _measured(task: Task, request: Request, company: Company, out: TextIO | None) -> MeasuredProfile:
+def _measured(task: Task, request: Request, peers: Peers, out: TextIO | None) -> MeasuredProfile:
     """Measure in this process."""
     section, (inputs, target) = task.config.pipeline, next(task.batches(0, 1))
     rows = rows_of(as_call(inputs), target)
@@ -61,7 +61,7 @@ def _measured(task: Task, request: Request, company: Company, out: TextIO | None
         return measure_profile(
             task.model(), piece(inputs, *first), piece(target, *first, rows), loss=task.loss, optimizer=task.optimizer,
             precision=task.precision, microbatches=section.microbatches, repetitions=request.flags["repetitions"],
-            threads=request.flags["threads"], seed=section.seed, company=company, show=show,
+            threads=request.flags["threads"], seed=section.seed, peers=peers, show=show,
         )  # fmt: skip
 
 
@@ -69,11 +69,11 @@ def work(request: Request) -> int:
     """Measure as one of several processes."""
     world = join()
     assert world is not None
-    company = Company(world.gather, os.getppid())
-    own = _measured(request.task(), request, company, sys.stderr if rank() == 0 else None)
+    peers = Peers(world.gather, os.getppid())
+    own = _measured(request.task(), request, peers, sys.stderr if rank() == 0 else None)
     every = [_from_json(json.loads(part)) for part in world.gather(json.dumps(_to_json(own)).encode())]
     if rank() == 0:
-        result = replace(own, profile=joined([one.profile for one in every]))
+        result = replace(own, profile=combine_profiles([one.profile for one in every]))
         Path(request.flags["out"]).write_text(json.dumps(_to_json(result)), encoding="utf-8")
     return 0
 

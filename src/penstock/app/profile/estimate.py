@@ -24,7 +24,7 @@ from penstock.model.stage import Settings
 from penstock.profiler.bench import Batch
 from penstock.profiler.calibration import read_machine
 from penstock.profiler.devices import Machine
-from penstock.profiler.estimate import Estimate, estimated
+from penstock.profiler.estimate import Estimate, estimate_profile
 from penstock.training.options import read_precision
 from penstock.training.stage_optimizers import made
 
@@ -76,7 +76,7 @@ def estimate_of(
 
     autocast = read_precision(None if precision == "fp32" else precision, HOME)
     make = None if optimizer is None else partial(made, optimizer)
-    return estimated(model, Batch(args, kwargs, rows, finish), machine, Settings(HOME, autocast=autocast), make)
+    return estimate_profile(model, Batch(args, kwargs, rows, finish), machine, Settings(HOME, autocast=autocast), make)
 
 
 def as_loss(result: Any) -> Loss:

@@ -55,8 +55,8 @@ def notes(measured: MeasuredProfile) -> Iterator[str]:
         yield f"one layer, as the model cannot be cut: {measured.whole}"
     beside = f"{seconds(own.forward)} forward, {seconds(own.backward)} backward, {seconds(own.update)} update"
     yield f"a stage takes for itself, beside its layers: {beside}"
-    company = f", {profile.busy} processes at a time" if profile.busy > 1 else ""
+    peers = f", {profile.busy} processes at a time" if profile.busy > 1 else ""
     disturbed = f"{measured.taken - measured.quiet} of {measured.taken} taken were disturbed by other processes"
-    yield f"from the middle half of {profile.repetitions} samples{company}; {disturbed}"
+    yield f"from the middle half of {profile.repetitions} samples{peers}; {disturbed}"
     if profile.disturbed:
         yield f"NOISY: {profile.disturbed} disturbed samples had to be used; measure again when the machine is quiet"

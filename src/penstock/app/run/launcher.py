@@ -46,10 +46,12 @@ os._exit(0)
 def store_server(listener: socket.socket) -> Iterator[None]:
     """Run the store on a listening socket. Ranks may start before it is ready: their connections wait in the socket."""
     address, port = listener.getsockname()[:2]
-    output = [sys.executable, "-c", STORE_SERVER, address, str(port), str(listener.fileno())]
+    arguments = [sys.executable, "-c", STORE_SERVER, address, str(port), str(listener.fileno())]
     fds = (listener.fileno(),)
     # In its own process group, so that Ctrl-C reaches the launcher alone.
-    holder = subprocess.Popen(output, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=fds, process_group=0)
+    holder = subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=fds, process_group=0
+    )
     listener.close()
     try:
         yield
@@ -62,12 +64,12 @@ GRACE = 4.4  # seconds within which the others have to end after the first failu
 HASTE = 3.5  # the same after Ctrl-C
 TICK = 100  # milliseconds
 LOOPBACK = "127.0.0.1"
-LIGHTEST = 64 << 20  # bytes that a worker needs at least; with torch it is more than twice that
+LIGHTEST = 64 << 20  # bytes that a worker needs at least; more than twice that with torch
 
 # argv: the launcher's process ID, then the command. Python ignores two signals, whose default action is restored.
 EXEC = """
 import ctypes, os, signal, sys
-ask = getattr(ctypes.CDLL(None), "prctl", None)  # without it, on other systems than Linux, the ranks poll for the launcher
+ask = getattr(ctypes.CDLL(None), "prctl", None)  # None except on Linux: there the ranks poll
 if ask is not None:
     ask(1, int(signal.SIGKILL), 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
