@@ -115,7 +115,7 @@ def test_a_device_of_ones_own(read):
         ("[peaks]\nbf16 = inf", "mine.toml: peaks.bf16: expected a number above 0, but got inf"),
         ("peaks = 3", "mine.toml: peaks: expected a table of operations/s, but got 3"),
         ("device = 7", "mine.toml: device: expected the name of a device, but got 7"),
-        ('device = "v100"', "mine.toml: device: expected 'h100', as asked, but got 'v100'"),
+        ('device = "v100"', "mine.toml: device: expected 'h100', as requested, but got 'v100'"),
         ("launch = = 1", "mine.toml:1:10: expected TOML"),
     ],
 )

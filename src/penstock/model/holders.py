@@ -1,7 +1,8 @@
-"""Things that hold a module's state and can be put back: dicts, lists, sets, deques, plain objects, arrays, generators.
+"""Objects that hold a module's state and can be restored: dicts, lists, sets, deques, plain objects, arrays,
+generators.
 
-Each kind of holder says what it holds now (`look`), in a form that stays as it is whatever becomes of the holder, and
-takes such a form back (`put`).
+Each kind of holder can return its content (`look`), in a form that does not change with the holder, and restore such a
+content (`put`).
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import numpy as np
 import torch
 from torch import nn
 
-OWN = frozenset(vars(nn.Module()))  # what torch keeps on every module
+OWN = frozenset(vars(nn.Module()))  # torch's own attributes of every module
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, *_CODE)
-)  # nothing to look into
+)  # types without parts
 _NO_RECORD = (nn.Module, torch.Tensor, *_CODE)
 
 
 class Kind(NamedTuple):
-    """How to read and write one kind of holder. What it holds is a list of values, and what it calls them."""
+    """The functions that read and write one kind of holder. Its content is a list of values and their keys."""
 
     look: Callable[[Any], tuple[Any, list[Any]]]
     put: Callable[[Any, Any, list[Any]], None]
@@ -69,7 +70,7 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.G
 
 
 def kind_of(value: Any) -> Kind | None:
-    """How to read and write a value, or None where it holds nothing that a forward could change."""
+    """Return how to read and write a value, or None where it holds nothing that a forward could change."""
     if isinstance(value, nn.Module):
         return _OBJECT
     if isinstance(value, (dict, list, set, deque)):
@@ -83,7 +84,8 @@ def kind_of(value: Any) -> Kind | None:
 
 
 def is_record(value: Any) -> bool:
-    """An object of the user's that holds attributes, such as a config. A library's may have threads and files."""
+    """Whether a value is a user's object with attributes, such as a config. Objects of libraries may hold threads and
+    files."""
     if isinstance(value, _NO_RECORD) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.split(".")[0] not in _LIBRARIES
@@ -93,7 +95,7 @@ _LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy"))
 
 
 def same(now: tuple[Any, list[Any]], before: tuple[Any, list[Any]]) -> bool:
-    """Whether two looks saw the same: values by identity, what they are called or the state of a generator by value."""
+    """Whether two contents are the same: values by identity, keys and states of generators by value."""
     if len(now[1]) != len(before[1]) or not all(map(is_, now[1], before[1])):
         return False
     return equal(now[0], before[0])

@@ -79,7 +79,7 @@ def usual(tmp_path_factory):
 def test_every_usual_method_trains_the_same_samples(usual):
     assert [row.method.name for row in usual.rows] == [method.name for method in NAMED.values() if method.usual]
     for row in usual.rows:
-        assert row.record is None, row
+        assert row.note is None, row
         assert len(row.losses) == len(row.seconds) == 12
         assert all(map(math.isfinite, row.losses))
         assert row.seconds == sorted(row.seconds)
@@ -147,9 +147,9 @@ def test_methods_that_cannot_run_or_diverge_get_a_row_with_the_reason(small):
     found = compare(Request(file, {"training.steps": 4}), wish)
     rows = by_name(found)
     for name in ("plain", "1f1b", "pipedream", "zb-v"):
-        assert rows[name].record.startswith("diverged after "), rows[name].record
+        assert rows[name].note.startswith("diverged after "), rows[name].note
         assert found.cells(rows[name])[-2] == "diverged"
-    assert rows["2bw"].record == "expected 2bw's microbatches to be at least its depth of 4 stages, but got 2"
+    assert rows["2bw"].note == "expected 2bw's microbatches to be at least its depth of 4 stages, but got 2"
     assert found.cells(rows["2bw"])[-2] == "not run"
     assert "2bw: expected 2bw's microbatches" in "\n".join(found.said())
     assert found.svg()
@@ -164,9 +164,9 @@ def test_a_model_that_a_method_cannot_train_does_not_stop_the_others(small, monk
 
     monkeypatch.setattr(runs, "train", broken)
     rows = by_name(compare(Request(small(), {"training.steps": 2}), CompareOptions(["plain", "1f1b"], inline=True)))
-    assert rows["plain"].record is None
-    assert rows["1f1b"].record.startswith("RuntimeError: out of luck, at ")
-    assert rows["1f1b"].record.endswith("in broken")
+    assert rows["plain"].note is None
+    assert rows["1f1b"].note.startswith("RuntimeError: out of luck, at ")
+    assert rows["1f1b"].note.endswith("in broken")
     assert rows["1f1b"].cause.failed
 
 
@@ -264,8 +264,8 @@ def test_a_stopwatch_times_every_operation_once(small):
         for stage in range(4):
             assert len(watch.own[Op.F, stage]) == len(watch.own[Op.B, stage]) == 4 * 5
             assert len(watch.own[Op.UPDATE, stage]) == 5
-        assert sum(map(len, watch.around.values())) == around
-        assert all(second >= 0 for seconds in (*watch.own.values(), *watch.around.values()) for second in seconds)
+        assert sum(map(len, watch.overhead.values())) == around
+        assert all(second >= 0 for seconds in (*watch.own.values(), *watch.overhead.values()) for second in seconds)
 
 
 def test_updates_inside_a_forward_are_no_part_of_it(small):
@@ -279,7 +279,7 @@ def test_updates_inside_a_forward_are_no_part_of_it(small):
         pass
     assert len(watch.own[Op.UPDATE, 0]) == 6
     assert min(watch.own[Op.UPDATE, 0]) >= 0.1
-    first = watch.around[Op.F, 0][::4]  # of each mini-batch: there it happens
+    first = watch.overhead[Op.F, 0][::4]  # of each mini-batch: there it happens
     assert min(first[2:]) < 0.1
 
 
@@ -330,7 +330,7 @@ def test_notes_of_another_process_are_followed_to_the_last(tmp_path):
 
     def take(line):
         _, loss, seconds = line.split()
-        track.take(float(loss), float(seconds))
+        track.add(float(loss), float(seconds))
 
     with follow_lines(notes, take), notes.open("a") as out:
         writer = Track(out=out, number=3)

@@ -98,7 +98,7 @@ def test_a_plan_stands_alone(tmp_path, beside, shown):
     said = refused(tmp_path, f'plan = "PLAN"\n{beside}', made().to_json())
     name = beside.split()[0]
     assert said == (
-        f"/mine.toml: pipeline.{name}: expected nothing beside pipeline.plan, which says it too, but got {shown}; "
+        f"/mine.toml: pipeline.{name}: expected nothing beside pipeline.plan, which sets it too, but got {shown}; "
         "leave out either"
     )
 

@@ -299,7 +299,7 @@ def test_bad_input(files, tmp_path):
         plan(read_profile(profile), Cluster.uniform((Level("link", 2, 8.0),)), method="2bw", keep=1)
     with pytest.raises(FormatError, match=r"none\.json: expected a readable profile"):
         read_profile(tmp_path / "none.json")
-    with pytest.raises(InputError, match="samples with a text profile alone; JSON says its own, but got 3"):
+    with pytest.raises(InputError, match="samples with a text profile alone; JSON contains the number, but got 3"):
         read_profile(tmp_path / "none.json", 3)
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(FormatError, match=r"bad\.json: expected a profile as JSON, but got not JSON"):

@@ -298,7 +298,7 @@ def test_a_receiver_far_behind_makes_the_sender_ask(ends):
         sender.send(MessageKey(0, ENTRIES), Message())
     for at in range(ENTRIES):
         assert receiver.receive(MessageKey(0, at)) == Message()
-    sender.send(MessageKey(0, ENTRIES), Message(told=b"on"))
+    sender.send(MessageKey(0, ENTRIES), Message(metadata=b"on"))
     assert receiver.receive(MessageKey(0, ENTRIES)).metadata == b"on"
 
 

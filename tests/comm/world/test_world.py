@@ -148,7 +148,7 @@ def test_a_rank_that_ends_while_others_are_waited_for_is_found_at_once(tmp_path)
         store.wait(["penstock/0/here/1"], timedelta(seconds=60))
         os.kill(runs[1].process.pid, signal.SIGKILL)
         assert runs[0].wait(20) == 1, "ranks are waited for a minute"
-        assert "rank 1 ended before all ranks had met; look at what it says" in runs[0].said
+        assert "rank 1 ended before all ranks had started; look at its output" in runs[0].said
 
 
 def test_a_rank_that_the_launcher_sees_end_is_not_waited_for(tmp_path):
@@ -162,7 +162,7 @@ def test_a_rank_that_the_launcher_sees_end_is_not_waited_for(tmp_path):
         assert run.wait() == 3
         assert "still running" not in run.said  # those that wait are told, and not ended after some time
         assert run.said.endswith("penstock: rank 1 ended with code 3\n")
-        assert run.said.count("rank 1 ended before all ranks had met") == 2
+        assert run.said.count("rank 1 ended before all ranks had started") == 2
 
 
 def test_a_missing_rank_0_is_named_by_its_port(tmp_path):
