@@ -1,5 +1,5 @@
-"""What passes between stages when a row sends or receives: inside one process nothing but an order to be kept; between
-processes tensors, and the words that go along."""
+"""Transfers between stages. Within one process only the order of rows is kept; between processes tensors and metadata
+are sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.comm.transport.interface import Key, LaneName, Lanes, Message
+from penstock.comm.transport.interface import LaneName, Lanes, Message, MessageKey
 from penstock.core.action import Op
 from penstock.core.lowered_loop import ActionRow
 from penstock.engine.passage_words import decode_passage, encode_passage, other_forward
@@ -23,23 +23,24 @@ class Transfers(Protocol):
     """Sends and receives of the slots of one process."""
 
     def begin(self) -> None:
-        """Begin another run than before: the same on every rank."""
+        """Begin a new run, on every rank."""
 
     def send(self, row: ActionRow) -> None:
-        """Send what the row names; never wait for it to be taken."""
+        """Send what the row names, without waiting for the receiver."""
 
     def receive(self, row: ActionRow) -> bool:
-        """Receive what the row names; False if it cannot be there before another slot of this process goes on."""
+        """Receive what the row names. Return False if another slot of this process has to run first."""
 
     def loss(self) -> Total:
         """Return the loss of a mini-batch whose last stage another process runs."""
 
     def close(self) -> None:
-        """Let go of the lanes; every rank has to call."""
+        """Close the lanes; every rank has to call."""
 
 
 class LocalTransfers:
-    """Between stages of one process: the activation store has everything, only the order of rows is kept."""
+    """Transfers between stages of one process: the activation store holds the tensors, only the order of rows is
+    checked."""
 
     def __init__(self) -> None:
         self.sent: set[tuple[bool, int, int, int]] = set()  # forward or not, stages from and to, and micro-batch
@@ -61,14 +62,14 @@ class LocalTransfers:
         raise AssertionError("one process has its own loss")
 
     def close(self) -> None:
-        """Nothing is held here that others wait for."""
+        """Do nothing: no other process waits for this one."""
 
 
 class StageTransfers:
-    """Between processes, over lanes. `news`: whether losses, scales and norms go along with the tensors.
+    """Transfers between processes, over lanes. `news`: whether losses, scales and norms accompany the tensors.
 
-    `last_backward`: by stage, the micro-batch whose backward is the last that goes to the stage before. The loss of a
-    whole mini-batch goes along with it, so that no collective is needed for it.
+    `last_backward`: by stage, the micro-batch whose backward is the last to be sent to the stage before. The loss of a
+    whole mini-batch is sent with it, so that no collective is needed for it.
     """
 
     def __init__(
@@ -81,11 +82,11 @@ class StageTransfers:
     ) -> None:
         self.stages, self.lanes, self.device, self.news = stages, lanes, device, news
         self.last_backward, self._loss = last_backward, b""
-        self.on_host = device.type == "cpu"  # where all that comes lies already
+        self.on_host = device.type == "cpu"  # received tensors are in host memory already
 
     def begin(self) -> None:
         self.lanes.runs += 1
-        self._loss = b""  # an old one must never pass for that of this run
+        self._loss = b""  # an old loss must never be taken for that of this run
 
     def send(self, row: ActionRow) -> None:
         stage, microbatch, peer = row.stage, row.microbatch, row.peer
@@ -94,22 +95,22 @@ class StageTransfers:
         outgoing = self.stages.store.take_outgoing(stage, peer, microbatch)
         named = {traced[value].key: tensor for value, tensor in outgoing.items()}
         message = Message(named, self._encode(job, stage, peer), job.stamp)
-        self.lanes.senders[LaneName(stage, peer)].send(Key(self.lanes.runs, microbatch), message)
+        self.lanes.senders[LaneName(stage, peer)].send(MessageKey(self.lanes.runs, microbatch), message)
 
     def receive(self, row: ActionRow) -> bool:
         stage, microbatch, peer = row.stage, row.microbatch, row.peer
-        message = self.lanes.receivers[LaneName(peer, stage)].receive(Key(self.lanes.runs, microbatch))
+        message = self.lanes.receivers[LaneName(peer, stage)].receive(MessageKey(self.lanes.runs, microbatch))
         job, store = self.stages.jobs[microbatch], self.stages.store
         if message.stamp != job.stamp:
             raise InputError(
                 "the same batch on every rank",
-                f"another on the rank of stage {peer} than on that of stage {stage}",
+                f"different ones on the ranks of stages {peer} and {stage}",
                 "give every rank the same data (seed the loader alike), or give it on one rank with data='rank0'",
             )
         values = _numbered(job, stage, peer, message.values)
         if not self.on_host:
             values = {value: tensor.to(self.device) for value, tensor in values.items()}
-        self._decode(job, stage, peer, message.told)
+        self._decode(job, stage, peer, message.metadata)
         if peer < stage:
             store.put_values(stage, microbatch, values)
         else:
@@ -124,27 +125,27 @@ class StageTransfers:
 
     def _encode(self, job: Job, stage: int, peer: int) -> bytes:
         if peer == stage + 1:
-            words = encode_passage(job.passage, job.path.trace)
-            return job.words.down() + words if self.news else words
+            metadata = encode_passage(job.passage, job.path.trace)
+            return job.words.down() + metadata if self.news else metadata
         if peer == stage - 1 and self.news:
             return job.words.up()
         ends = peer == stage - 1 and self.last_backward.get(stage) == job.number
         return self.stages.total(self).pack() if ends else b""
 
-    def _decode(self, job: Job, stage: int, peer: int, words: bytes) -> None:
+    def _decode(self, job: Job, stage: int, peer: int, metadata: bytes) -> None:
         if peer < stage:
             if self.news and peer == stage - 1:
-                words = job.words.heard_down(words)
-            decode_passage(words, job.passage, job.path.trace)
+                metadata = job.words.heard_down(metadata)
+            decode_passage(metadata, job.passage, job.path.trace)
         elif peer == stage + 1 and self.news:
-            job.words.heard_up(words)
-        elif peer == stage + 1 and words:
-            self._loss = words
+            job.words.heard_up(metadata)
+        elif peer == stage + 1 and metadata:
+            self._loss = metadata
 
 
 def _numbered(job: Job, stage: int, peer: int, named: Values) -> Values:
-    """Return what another stage has sent, by this rank's own numbers of the values. It must be what this rank's forward
-    has the two exchange."""
+    """Return what another stage has sent, by this rank's numbers of the values. Raise if it is not what this rank's
+    forward expects."""
     path = job.path
     numbers = path.crossing
     try:

@@ -1,7 +1,7 @@
-"""What a user may set on open modules between two steps, and open code may decide by: flags and numbers.
+"""Attributes of open modules that a user may set between steps and open code may branch on: flags and numbers.
 
-`model.aux = True` changes the path of a model whose own code asks `if self.aux`. Looked at for every micro-batch, so it
-goes no deeper than attributes of open modules, and of plain objects such as a config that they hold.
+`model.aux = True` changes the path of a model whose code tests `if self.aux`. The attributes are read for every
+micro-batch, so only those of open modules, and of plain objects that they hold, such as a config, are considered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_CONFIG = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodTyp
 
 
 def flags_of(modules: Iterable[nn.Module]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Flags and words, which decide a path; and numbers, which rarely do."""
+    """Return flags and strings, which decide a path, and numbers, which rarely do."""
     flags: list[Any] = []
     numbers: list[Any] = []
     held: dict[int, Any] = {}

@@ -1,7 +1,8 @@
-"""Things that hold a module's state and can be put back: dicts, lists, sets, deques, plain objects, arrays, generators.
+"""Objects that hold a module's state and can be restored: dicts, lists, sets, deques, plain objects, arrays,
+generators.
 
-Each kind of holder says what it holds now (`look`), in a form that stays as it is whatever becomes of the holder, and
-takes such a form back (`put`).
+Each kind of holder can return its content (`look`), in a form that does not change with the holder, and restore such a
+content (`put`).
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import numpy as np
 import torch
 from torch import nn
 
-OWN = frozenset(vars(nn.Module()))  # what torch keeps on every module
+OWN = frozenset(vars(nn.Module()))  # torch's own attributes of every module
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, *_CODE)
-)  # nothing to look into
+)  # types without parts
 _NO_RECORD = (nn.Module, torch.Tensor, *_CODE)
 
 
 class Kind(NamedTuple):
-    """How to read and write one kind of holder. What it holds is a list of values, and what it calls them."""
+    """The functions that read and write one kind of holder. Its content is a list of values and their keys."""
 
     look: Callable[[Any], tuple[Any, list[Any]]]
     put: Callable[[Any, Any, list[Any]], None]
@@ -114,7 +115,7 @@ _LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy"))
 
 
 def same(now: tuple[Any, list[Any]], before: tuple[Any, list[Any]]) -> bool:
-    """Whether two looks saw the same: values by identity, what they are called or the state of a generator by value."""
+    """Whether two contents are the same: values by identity, keys and states of generators by value."""
     if len(now[1]) != len(before[1]) or not all(map(is_, now[1], before[1])):
         return False
     return equal(now[0], before[0])

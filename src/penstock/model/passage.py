@@ -1,4 +1,5 @@
-"""What the stages of one micro-batch tell each other besides tensors, and what a result holds where none could."""
+"""Facts that the stages of one micro-batch exchange besides tensors, and the placeholder for results that they cannot
+exchange."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Common:
 
 @dataclass
 class Passage:
-    """What one micro-batch's stages tell each other besides tensors: what open code asks of them, and plain results."""
+    """Facts that the stages of one micro-batch exchange besides tensors: shapes that open code asks for, and plain
+    results."""
 
     shapes: dict[int, Shape] = field(default_factory=dict)  # by value
     plain: dict[int, Any] = field(default_factory=dict)  # by event: its result, with empty tensors in it
@@ -46,19 +48,19 @@ class Passage:
 
     @staticmethod
     def of(seen: Trace) -> Passage:
-        """What the stages of a traced forward would have told each other."""
+        """Return the facts that the stages of a traced forward would have exchanged."""
         asked = {v: (value.shape, value.dtype) for v, value in enumerate(seen.values) if value.asked}
         return Passage(asked, {at: seen.results[at] for at, event in enumerate(seen.events) if event.talks})
 
 
 class Withheld:
-    """In place of an object in the model's result that several stages filled, of which no stage has all."""
+    """A placeholder for an object in the model's result that several stages filled, so that no stage has all of it."""
 
     def __init__(self, kind: type) -> None:
         self.__dict__["kind"] = kind
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and printing are no use of it
+        if name.startswith("__"):  # copying and printing are allowed
             raise AttributeError(name)
         raise SplitError(
             "results made of tensors",

@@ -1,7 +1,7 @@
-"""One stage's part of a forward: its own events run, earlier ones are skipped, and at its end the rest is left out.
+"""One stage's part of a forward: it runs its own events, skips earlier ones, and leaves the forward at its end.
 
-Skipped events hand the code around them stand-ins: tensors of the right shape and type that hold nothing. What an
-earlier stage made and this one needs is handed out for real in their place.
+Skipped events return stand-ins to the code around them: tensors of the right shape and type without memory. Where this
+stage needs a value of an earlier one, the received tensor is returned instead.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from penstock.model.trace import DATA, HOOKS, Event, StandIn, Trace, answer, is_
 from penstock.model.walk import Layout, Walk, function_name, transform_level, users_line
 
 _NOTHING = nullcontext()
-_DEVICE = "torch.Tensor.device.__get__"  # every stage has the same; a trace of fake weights does not see who asks
+_DEVICE = "torch.Tensor.device.__get__"  # equal on every stage; a trace with fake weights does not observe it
 
 
 class PathChangedError(SplitError):
-    """The forward met another event than the trace says. The path is forgotten: the same step, tried again, is traced
-    afresh, if all weights are at hand."""
+    """The forward reached another event than its trace. The path is forgotten: if all weights are in this process, the
+    next attempt at the step traces it again."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -37,11 +37,12 @@ class PathChangedError(SplitError):
 
 
 class Done(BaseException):
-    """The stage's last event is over: leave the forward. Not an Exception, so that no user's handler keeps it."""
+    """Raised after the stage's last event to leave the forward. Not an Exception, so that no handler of the user's
+    catches it."""
 
 
 class Replay(Walk):
-    """Runs events `first` to `last` of a trace."""
+    """A walk that runs events `first` to `last` of a trace."""
 
     def __init__(
         self,
@@ -70,22 +71,22 @@ class Replay(Walk):
         self.names, self.lone, self.looks_at_tensors = plan.names, plan.lone, plan.looks_at_tensors
         self.absent = plan.before(span[0])  # but for what is received
         self.received = dict(received)
-        self.around = around  # entered for each atom, not for open code, whose functions must keep their names
+        self.around = around  # entered for each atom, not for open code, whose functions are identified by name
         self.at = 0
         self._share()
         self.made: dict[int, torch.Tensor] = {}  # values that later stages need
-        self.value: dict[int, int] = {}  # identity of a tensor met so far -> its value
-        self.tensor: dict[int, torch.Tensor] = {}  # value -> the tensor that open code holds; keeps it alive
-        self.answers: list[Any] = []  # of looks at data
-        self.constants: list[torch.Tensor] = []  # made by functions that the trace did not meet
+        self.value: dict[int, int] = {}  # id() of a known tensor -> its value
+        self.tensor: dict[int, torch.Tensor] = {}  # value -> the tensor that open code holds, kept alive
+        self.answers: list[Any] = []  # results of functions that read data
+        self.constants: list[torch.Tensor] = []  # results of functions that the trace does not contain
         self.device = torch.device("cpu")
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the forward on the last stage, None on the others (their values are in `made`)."""
+        """Return the result of the forward on the last stage, None on others (their values are in `made`)."""
         if self.span[1] == 0:
             return None
         args, kwargs = self.meet_inputs((args, kwargs))
-        self.made.update((value, t) for value, t in self.received.items() if value in self.wanted)  # handed on
+        self.made.update((value, t) for value, t in self.received.items() if value in self.wanted)  # to be sent on
         try:
             result = self.forward(args, kwargs)
         except Done:
@@ -104,7 +105,7 @@ class Replay(Walk):
                 self.rolled = self.host.moved
 
     def meet_inputs(self, inputs: Any) -> Any:
-        """Number the inputs and buffers as the trace did; an input that the forward changes is this stage's own."""
+        """Number the inputs and buffers as in the trace; copy inputs that the forward changes."""
         if self.plan.inputs:
             numbers = iter(range(len(self.plan.values)))
             own = self.plan.inputs
@@ -118,7 +119,7 @@ class Replay(Walk):
         return inputs
 
     def given_back(self, result: Any) -> Any:
-        """The model's result, which must hold what its trace's did."""
+        """Return the model's result, after checking that it holds the same values as the trace's."""
         fixed = self.layout.is_parameter
         held = tuple(-1 if fixed(t) else self.value.get(id(t)) for t in tree.tensors(result))
         loose = {note.value for note in self.plan.sides} | {-1}
@@ -145,7 +146,7 @@ class Replay(Walk):
         self.value[id(tensor)] = value
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, or what was received in place of a stand-in."""
+        """Return the tensor, or the received one in place of a stand-in."""
         value = self.value.get(id(tensor))
         if value is None:
             return tensor
@@ -225,12 +226,13 @@ class Replay(Walk):
         return PathChangedError(f"{name} at {users_line()}, where the trace has {self.names[self.at] or 'the end'}")
 
     def is_constant(self, given: Any) -> bool:
-        """Whether something depends on inputs and constants alone, which every stage has."""
+        """Whether arguments depend on inputs and constants alone, which every stage has."""
         values = [self.value.get(id(t)) if not self.layout.is_parameter(t) else -1 for t in tree.tensors(given)]
         return all(value is None or (value >= 0 and self.plan.values[value].free) for value in values)
 
     def constant(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function that the trace did not meet, because a cache of the user's had its result: each stage runs it."""
+        """Run a function that the trace does not contain because the user's code had cached its result. Each stage runs
+        it."""
         drawn = draws()
         result = self.native(call, args, kwargs)
         made = tree.tensors(result)
@@ -331,7 +333,7 @@ class Replay(Walk):
             self.changed(before, after)
         if event.atom:
             result = self.apart(event, result, args, kwargs)
-        if type(result) is torch.Tensor and len(event.makes) == 1:  # nearly all
+        if type(result) is torch.Tensor and len(event.makes) == 1:  # the usual case
             self.keep(result, event.makes[0])
             return result
         whole = (result, self.added(event, (args, kwargs), lengths)) if event.additions else result
@@ -350,15 +352,15 @@ class Replay(Walk):
         return result
 
     def apart(self, event: Event, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an atom, in which what it returns as it was given is a value of its own, as on the trace."""
+        """Return the result of an atom with returned arguments as values of their own, as in the trace."""
         if type(result) is torch.Tensor and not any(result is one for one in (*args, *kwargs.values())):
-            return result  # nearly all
+            return result  # the usual case
         changed = {after for _, after in event.changes}
         given = {id(t) for t in tree.tensors((args, kwargs)) if self.value.get(id(t)) not in changed}
         return tree.replace(result, lambda t: torch.ops.aten.alias(t) if id(t) in given else t)
 
     def acted(self, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an event's own call."""
+        """Run an event's own call and return its result."""
         if event.atom:
             with self.around(), self.host.in_module() if self.host else _NOTHING:
                 return self.native(call, args, kwargs)
@@ -368,7 +370,7 @@ class Replay(Walk):
         return self.native(call, args, kwargs)
 
     def added(self, event: Event, given: Any, lengths: dict[Place, int]) -> list[Any]:
-        """The values that an event has put into containers of its arguments, as it did on its trace."""
+        """Return the values that an event has added to containers in its arguments, as in its trace."""
         try:
             return added(given, event.additions, lengths)
         except LookupError:
@@ -379,7 +381,7 @@ class Replay(Walk):
     def arguments(
         self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What an event is given here: the real tensors, each of them one that the trace knows."""
+        """Return an event's arguments with real tensors, each of them known from the trace."""
         swapped = False
         for tensor in tree.tensors((args, kwargs)):
             if id(tensor) in self.value:
@@ -411,7 +413,7 @@ class Replay(Walk):
             self.made[value] = tensor
 
     def changed(self, before: int, after: int) -> None:
-        """A tensor holds a new value; where open code has a stand-in for it, what was received was changed."""
+        """Assign a new value to a tensor; where open code holds a stand-in for it, the received tensor was changed."""
         held = self.tensor.get(before)
         if held is None:
             return
@@ -421,7 +423,7 @@ class Replay(Walk):
         self.keep(self.received.get(before, held), after)
 
     def require_reads(self, event: Event, given: Any) -> None:
-        """An event that is skipped must be given what it was given on the trace, or it is another one."""
+        """Raise if a skipped event has other arguments than in the trace: it would be another event."""
         if event.loose:
             return
         fixed, tensors = self.layout.is_parameter, tree.tensors(given)
@@ -435,7 +437,7 @@ class Replay(Walk):
             if before in self.tensor:
                 self.meet(self.tensor[before], after)
         kept = self.passage.plain.get(at, self.plan.results[at])
-        if type(kept) is torch.Tensor and len(event.makes) == 1:  # nearly all
+        if type(kept) is torch.Tensor and len(event.makes) == 1:  # the usual case
             return self.stand_in(kept, event.makes[0])
         numbers = iter(event.makes)
 
@@ -451,11 +453,11 @@ class Replay(Walk):
         return result
 
     def stand_in(self, example: torch.Tensor, value: int) -> torch.Tensor:
-        """What open code gets in place of a skipped event's result."""
+        """Return the stand-in for a skipped event's result."""
         if value in self.received:
             self.meet(self.received[value], value)
             return self.received[value]
-        if value in self.tensor:  # an event that returns what it was given
+        if value in self.tensor:  # an event that returns its argument
             return self.tensor[value]
         told = self.passage.shapes.get(value)
         known = self.plan.stand_ins.get(value)
@@ -469,12 +471,12 @@ class Replay(Walk):
 
 @cache
 def last_word(name: str) -> str:
-    """A function's own name."""
+    """Return the last part of a function's name."""
     return name.rsplit(".", 1)[-1]
 
 
 class _Handle:
-    """Of a hook that another stage has put."""
+    """The handle of a hook that another stage has registered."""
 
     def remove(self) -> None:
         pass

@@ -1,7 +1,8 @@
-"""What modules keep between forwards: buffers, counters, lists, averages, generators, hooks. To be saved and put back.
+"""The state that modules keep between forwards: buffers, counters, lists, averages, generators, hooks. It can be saved
+and restored.
 
-Tensors are saved as copies, made once for each version of theirs: saving what has not changed costs a look. But torch
-moves the running averages of a batch norm without counting a version, so whatever could be one is copied each time.
+Tensors are saved as copies, made once for each version: unchanged ones cost only a comparison. But torch updates the
+running averages of a batch norm without counting a version, so tensors that could be averages are copied each time.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from penstock.model.fakes import is_fake
 from penstock.model.holders import DICT, OBJECT, OWN, PLAIN, Kind, is_record, kind_of, same
 from penstock.model.saved_hooks import Hooks, SavedHooks
 
-LARGE = 2**26  # bytes; of larger tensors no copy is kept, unless they are seen to change
-LONG = 10_000  # entries; longer containers are looked at no more when a step has left them as they were
-DEEP = 4  # containers inside containers
+LARGE = 2**26  # bytes; no copy of a larger tensor is kept, unless it changes
+LONG = 10_000  # entries; longer containers are no longer checked once a step has not changed them
+DEEP = 4  # depth of nested containers
 _Look = tuple[Any, list[Any]]
 
 
 class _Held(NamedTuple):
-    """A holder and what it held."""
+    """A holder and its content."""
 
     holder: Any
     kind: Kind
@@ -40,7 +41,7 @@ class _Copy(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What some modules held at one time."""
+    """The state of some modules at one time."""
 
     held: list[_Held]
     tensors: list[_Copy]
@@ -48,11 +49,11 @@ class Saved(NamedTuple):
 
 
 class Copies:
-    """Values of tensors by identity, each of one version."""
+    """Copies of tensors by id(), each of one version."""
 
     def __init__(self) -> None:
         self.known: dict[int, _Copy] = {}
-        self.still: dict[int, Any] = {}  # large things that a step has left as they were
+        self.still: dict[int, Any] = {}  # large objects that a step has not changed
 
     def is_still(self, thing: Any) -> bool:
         return self.still.get(id(thing)) is thing
@@ -66,7 +67,8 @@ class Copies:
         return fresh
 
     def settle(self, before: Saved) -> None:
-        """After a step: copies of large tensors that it left alone go, and those of tensors that are gone."""
+        """After a step, drop the copies of large tensors that it has not changed, and of tensors that no longer
+        exist."""
         alive = {id(copy.tensor) for copy in before.tensors}
         self.known = {key: copy for key, copy in self.known.items() if key in alive}
         for tensor, version, values in before.tensors:
@@ -104,7 +106,7 @@ class State:
         return Saved(found.held, found.tensors, self.hooks.save())
 
     def restore(self, before: Saved) -> None:
-        """Undo every change since."""
+        """Undo every change since `before`."""
         self.hooks.restore(before.hooks)
         for held in before.held:
             _put(held)
@@ -115,8 +117,8 @@ class State:
 
     @contextmanager
     def as_they_were(self, before: Saved) -> Iterator[None]:
-        """Run something with old values, and put today's back. Tensors that have changed are replaced, not written to:
-        a graph may need what they hold today."""
+        """Run with an old state, and restore the current one. Tensors that have changed are replaced, not written to: a
+        graph may need their current values."""
         today = self.save()
         old = _old_tensors(before)
         for holder, kind, (keys, values) in before.held:
@@ -130,12 +132,12 @@ class State:
                 _put(held)
 
     def changed(self, before: Saved) -> list[torch.Tensor]:
-        """Tensors that have changed since, and of which nobody knows what they held."""
+        """Return the tensors that have changed since and have no copy."""
         return [t for t, version, values in before.tensors if values is None and _version(t) != version]
 
 
 class _Found:
-    """Holders and tensors met so far."""
+    """Holders and tensors found so far."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
@@ -187,7 +189,7 @@ def _put(held: _Held) -> None:
 
 
 def _old_tensors(before: Saved) -> dict[int, torch.Tensor]:
-    """Stand-ins with the old values, for tensors that have changed since."""
+    """Return copies with the old values, for tensors that have changed since."""
     found: dict[int, torch.Tensor] = {}
     for tensor, version, values in before.tensors:
         if _changed(tensor, version):
@@ -213,7 +215,7 @@ def _of_torchs_types(kind: type[nn.Module]) -> bool:
 
 
 def _changed(tensor: torch.Tensor, version: int) -> bool:
-    """Whether a tensor has been written to since it had a version, or may have been."""
+    """Whether a tensor has been written to since a version, or may have been."""
     return _version(tensor) != version or _moves_unseen(tensor)
 
 

@@ -175,7 +175,7 @@ def _packed(batch: Any) -> bytes:
 
 def _unpacked(data: bytes, device: torch.device) -> Any:
     message = from_bytes(data)
-    return _meaning(json.loads(message.told), {at: t.to(device) for at, t in message.values.items()})
+    return _meaning(json.loads(message.metadata), {at: t.to(device) for at, t in message.values.items()})
 
 
 def _word(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -171,7 +171,7 @@ def _asynchronous(endless: LoweredLoop, remedies: Remedies, ground: Ground) -> E
     slots = ground.slots(endless.shape)
     executor = _executor(ground, slots, StageExecutor(ground.stages, _split_in(endless)), weights, updates)
     clock, world = Clock(slots, keep=1) if ground.timeline else None, ground.crew.world
-    status = LoopStatus(world.watch.board if isinstance(world, World) else None, ground.lanes)
+    status = LoopStatus(world.watch.status_page if isinstance(world, World) else None, ground.lanes)
     observers = _own_observers(ground, clock)
     return Engine(endless.loop, executor, observers, clock, remedies, updates=updates, weights=weights, status=status)
 

@@ -58,7 +58,7 @@ class Crew:
             self.world.broadcast(_leaves(found), self.last)
             return found
         message = from_bytes(self.world.broadcast(None, self.last))
-        words = json.loads(message.told)
+        words = json.loads(message.metadata)
         places = iter(leaf_places(example))
 
         def leaf(_: Any) -> Any:
@@ -95,7 +95,7 @@ def muster(shape: Shape, timeout: float) -> Crew:
             f"launch with --nproc-per-node {shape.ranks} (over all hosts together), or use stages={world.size}",
         )
     found = Crew(world, shape.placement)
-    world.watch.board.name_stages(found.here)
+    world.watch.status_page.name_stages(found.here)
     return found
 
 
