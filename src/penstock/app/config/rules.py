@@ -64,12 +64,12 @@ def _blamed(found: dict[str, Any], options: dict[str, Any], refused: InputError)
 
 def _schedule_refusal(found: dict[str, Any], options: dict[str, Any]) -> InputError | None:
     """What is said of the schedule with these options."""
-    from penstock.training.options import Asked, read_schedule
-    from penstock.training.staleness import read_remedies, without_remedies
+    from penstock.training.schedule_choice import ScheduleChoice, read_schedule
+    from penstock.training.staleness import read_remedies
 
     named = (found["schedule"], found["stages"], found["microbatches"], found["chunks"])
     try:
-        built = read_schedule(Asked(*named, without_remedies(options)), found["cuts"])
+        built = read_schedule(ScheduleChoice(*named, options), found["cuts"])
         read_remedies(options, built.shape)
     except InputError as error:
         return error

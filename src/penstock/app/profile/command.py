@@ -27,7 +27,7 @@ from penstock.model.batch import as_call, piece, rows_of, spans
 from penstock.profiler.joined import joined
 from penstock.profiler.measure import Measured
 from penstock.profiler.sampling import Company
-from penstock.training.options import home_of
+from penstock.training.option_checks import home_of
 
 
 def run(request: Request, busy: int | None, out: TextIO | None) -> Measured | int:

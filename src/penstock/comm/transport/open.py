@@ -1,6 +1,7 @@
 """Open the lanes of a rank, each over the transport that suits where its two ends are.
 
     both stages on one rank         local
+    what the user asks for          that: shared, gloo, or a transport of his own (registered.py)
     a GPU each, and NCCL            nccl
     one host                        shared memory, with gloo in reserve
     else                            gloo
@@ -29,13 +30,13 @@ from penstock.comm.transport.fallback import SharedOrGlooReceiver, SharedOrGlooS
 from penstock.comm.transport.gloo.mesh import GlooMesh
 from penstock.comm.transport.interface import LaneName, Lanes, Receiver, Sender, Waiting
 from penstock.comm.transport.local import Local
+from penstock.comm.transport.registered import Link, registered_transport, transport_names
 from penstock.comm.transport.shared import mapping
 from penstock.comm.transport.shared.receiver import SharedReceiver
 from penstock.comm.transport.shared.sender import SharedSender
 from penstock.comm.world.rendezvous import patiently
 from penstock.errors import InputError
 
-CHOICES = ("shared", "gloo")
 VARIABLE = "PENSTOCK_TRANSPORT"
 
 
@@ -110,9 +111,10 @@ def kind(a: Facts, b: Facts) -> str:
 def wish_of(transport: str | None) -> str | None:
     """What the user wants: the argument, or the environment."""
     wish = transport or os.environ.get(VARIABLE) or None
-    if wish is not None and wish not in CHOICES:
+    names = transport_names()
+    if wish is not None and wish not in names:
         source = "transport=" if transport else VARIABLE
-        raise InputError(f"{source} to be one of {', '.join(CHOICES)}", repr(wish), "correct it or leave it out")
+        raise InputError(f"{source} to be one of {', '.join(names)}", repr(wish), "correct it or leave it out")
     return wish
 
 
@@ -163,8 +165,8 @@ def open_lanes(
 ) -> OpenLanes:
     """The ends that this rank holds. Every rank has to call, with the same names: those of all lanes there are.
 
-    `placement`: the rank of each stage. `transport`: "shared" or "gloo" instead of what would be chosen; the
-    environment's PENSTOCK_TRANSPORT where it is not given.
+    `placement`: the rank of each stage. `transport`: "shared", "gloo" or a registered name instead of what would be
+    chosen; the environment's PENSTOCK_TRANSPORT where it is not given.
     """
     ends: Ends = {name: (placement[name.source], placement[name.target]) for name in sorted(set(names))}
     facts = exchange(world, ends, device, wish_of(transport))
@@ -176,6 +178,7 @@ def open_lanes(
         build.shared(mesh)
         build.nccl(mesh, device)
         build.gloo(mesh)
+        build.registered()
     mine = {name: kinds[name] for name, pair in ends.items() if world.rank in pair}
     lanes = OpenLanes(build.senders, build.receivers, kinds=mine, mesh=mesh)
     atexit.register(lanes.leave)
@@ -260,3 +263,19 @@ class _Build:
             self.receivers[name] = mesh.receiver(name, peer)
         for peer in {*self.receiving("gloo").values(), *self.receiving("nccl").values()}:
             mesh.listen(peer)
+
+    def registered(self) -> None:
+        """Make the ends of lanes whose transport is the user's own."""
+        for kind in sorted(set(self.kinds.values())):
+            transport = registered_transport(kind)
+            if transport is None:
+                continue
+            number = next(_opened)
+            for name, peer in self.sending(kind).items():
+                self.senders[name] = transport.sender(self._link(name, peer, number))
+            for name, peer in self.receiving(kind).items():
+                self.receivers[name] = transport.receiver(self._link(name, peer, number))
+
+    def _link(self, name: LaneName, peer: int, number: int) -> Link:
+        store = PrefixStore(f"lanes/{number}/{name.source}-{name.target}", self.world.store)
+        return Link(name, peer, store, self.world.watch)
