@@ -18,8 +18,7 @@ from penstock.core.schedule import Schedule
 from penstock.engine.measure.activation_bytes import MicroBatchBytes
 from penstock.errors import FormatError
 from penstock.model.batch import as_call, rows_of
-from penstock.training.options import Asked, read_schedule
-from penstock.training.staleness import without_remedies
+from penstock.training.schedule_choice import ScheduleChoice, read_schedule
 
 STRAIGHT = "1f1b"  # its stages are those of all methods without chunks and split backward
 ALIKE = ("naive", "gpipe", STRAIGHT, "dapple")
@@ -96,10 +95,9 @@ class Setup:
     def build_schedule(self, method: Method, task: Task) -> Schedule | Loop:
         section = task.config.pipeline
         if method.schedule is None:
-            return read_schedule(Asked(STRAIGHT, 1, section.microbatches, None, {}), None)
-        options = without_remedies(section.options)
-        question = Asked(section.schedule, section.stages, section.microbatches, section.chunks, options)
-        return read_schedule(question, section.cuts)
+            return read_schedule(ScheduleChoice(STRAIGHT, 1, section.microbatches), None)
+        choice = ScheduleChoice(section.schedule, section.stages, section.microbatches, section.chunks, section.options)
+        return read_schedule(choice, section.cuts)
 
     def stages_of(self, method: Method) -> str:
         """Return the name of the schedule whose stages a method has: its own, or the straight pipeline."""

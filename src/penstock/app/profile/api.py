@@ -21,7 +21,7 @@ from penstock.model.stage import Settings
 from penstock.profiler.bench import Batch
 from penstock.profiler.measure import MeasuredProfile, MeasureOptions, measure
 from penstock.profiler.sampling import Peers, Show, no_progress
-from penstock.training.options import home_of, read_precision, require_plain_loss
+from penstock.training.option_checks import autocast_of, check_loss, home_of
 from penstock.training.stage_optimizers import made
 
 MOST_THREADS = 1024  # torch crashes where the system cannot start as many threads as it is set to
@@ -78,7 +78,7 @@ def measure_profile(
     rows = rows_of((args, kwargs), target)
     batch = Batch(args, kwargs, rows, _BatchLoss(loss, target, rows), whole("microbatches", microbatches))
     options = MeasureOptions(
-        Settings(device, seed, autocast=read_precision(precision, device)),
+        Settings(device, seed, autocast=autocast_of(precision, device)),
         None if optimizer is None else partial(made, optimizer),
         whole("repetitions", repetitions),
         whole("threads", threads, most=MOST_THREADS),
@@ -105,7 +105,7 @@ def _require_loss(model: Any, loss: LossFunction | None) -> LossFunction:
         raise InputError("an nn.Module", repr(model)[:60], "give the model first")
     if loss is None:
         raise InputError("a loss, from which backwards start", "none", "give loss=, a function of result and target")
-    require_plain_loss(loss)
+    check_loss(loss)
     if is_weightless(model):
         raise InputError("a model with weights, as it is to run", "a weightless one", "estimate it instead")
     return loss

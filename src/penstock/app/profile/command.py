@@ -27,7 +27,7 @@ from penstock.model.batch import as_call, piece, rows_of, spans
 from penstock.profiler.combine import combine_profiles
 from penstock.profiler.measure import MeasuredProfile
 from penstock.profiler.sampling import Peers
-from penstock.training.options import home_of
+from penstock.training.option_checks import home_of
 
 
 def run(request: Request, busy: int | None, out: TextIO | None) -> MeasuredProfile | int:

@@ -25,7 +25,7 @@ from penstock.profiler.bench import Batch
 from penstock.profiler.calibration import read_machine
 from penstock.profiler.devices import Machine
 from penstock.profiler.estimate import Estimate, estimate_profile
-from penstock.training.options import read_precision
+from penstock.training.option_checks import autocast_of
 from penstock.training.stage_optimizers import made
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -74,7 +74,7 @@ def estimate_of(
     def finish(result: Any) -> Loss:
         return as_loss(result) if loss is None else read_loss(loss(result, target), rows)
 
-    autocast = read_precision(None if precision == "fp32" else precision, HOME)
+    autocast = autocast_of(None if precision == "fp32" else precision, HOME)
     make = None if optimizer is None else partial(made, optimizer)
     return estimate_profile(model, Batch(args, kwargs, rows, finish), machine, Settings(HOME, autocast=autocast), make)
 

@@ -1,6 +1,7 @@
 """Open the lanes of a rank, each over the transport that suits the location of its two ends.
 
     both stages on one rank         local
+    what the user asks for          that: shared, gloo, or a transport of his own (registered.py)
     a GPU each, and NCCL            nccl
     one host                        shared memory, with gloo as fallback
     else                            gloo
@@ -29,13 +30,13 @@ from penstock.comm.transport.fallback import SharedOrGlooReceiver, SharedOrGlooS
 from penstock.comm.transport.gloo.mesh import GlooMesh
 from penstock.comm.transport.interface import LaneName, Lanes, Receiver, Sender, Waiting
 from penstock.comm.transport.local import LocalLane
+from penstock.comm.transport.registered import Link, registered_transport, transport_names
 from penstock.comm.transport.shared import mapping
 from penstock.comm.transport.shared.receiver import SharedReceiver
 from penstock.comm.transport.shared.sender import SharedSender
 from penstock.comm.world.rendezvous import run_interruptible
 from penstock.errors import InputError
 
-CHOICES = ("shared", "gloo")
 VARIABLE = "PENSTOCK_TRANSPORT"
 
 
@@ -110,9 +111,10 @@ def kind(a: Facts, b: Facts) -> str:
 def wish_of(transport: str | None) -> str | None:
     """Return the transport that the user requests by the argument or the environment; None for a choice by location."""
     requested = transport or os.environ.get(VARIABLE) or None
-    if requested is not None and requested not in CHOICES:
+    names = transport_names()
+    if requested is not None and requested not in names:
         source = "transport=" if transport else VARIABLE
-        raise InputError(f"{source} to be one of {', '.join(CHOICES)}", repr(requested), "correct it or leave it out")
+        raise InputError(f"{source} to be one of {', '.join(names)}", repr(requested), "correct it or leave it out")
     return requested
 
 
@@ -164,8 +166,8 @@ def open_lanes(
 ) -> OpenLanes:
     """Open the lane ends of this rank. Every rank has to call, with the names of all lanes.
 
-    `placement`: the rank of each stage. `transport`: "shared" or "gloo" to override the choice by location; by default
-    the environment's PENSTOCK_TRANSPORT.
+    `placement`: the rank of each stage. `transport`: "shared", "gloo" or a registered name to override the choice by
+    location; by default the environment's PENSTOCK_TRANSPORT.
     """
     ends: Ends = {name: (placement[name.source], placement[name.target]) for name in sorted(set(names))}
     facts = exchange(world, ends, device, wish_of(transport))
@@ -177,6 +179,7 @@ def open_lanes(
         build.shared(mesh)
         build.nccl(mesh, device)
         build.gloo(mesh)
+        build.registered()
     own_kinds = {name: kinds[name] for name, pair in ends.items() if world.rank in pair}
     lanes = OpenLanes(build.senders, build.receivers, kinds=own_kinds, mesh=mesh)
     atexit.register(lanes.leave)
@@ -264,3 +267,19 @@ class _Build:
             self.receivers[name] = mesh.receiver(name, peer)
         for peer in {*self.receiving("gloo").values(), *self.receiving("nccl").values()}:
             mesh.listen(peer)
+
+    def registered(self) -> None:
+        """Make the ends of lanes whose transport is the user's own."""
+        for kind in sorted(set(self.kinds.values())):
+            transport = registered_transport(kind)
+            if transport is None:
+                continue
+            number = next(_opened)
+            for name, peer in self.sending(kind).items():
+                self.senders[name] = transport.sender(self._link(name, peer, number))
+            for name, peer in self.receiving(kind).items():
+                self.receivers[name] = transport.receiver(self._link(name, peer, number))
+
+    def _link(self, name: LaneName, peer: int, number: int) -> Link:
+        store = PrefixStore(f"lanes/{number}/{name.source}-{name.target}", self.world.store)
+        return Link(name, peer, store, self.world.watch)
