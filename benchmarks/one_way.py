@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.comm.transport.interface import Key, LaneName, Message
+from penstock.comm.transport.interface import LaneName, Message, MessageKey
 from penstock.comm.transport.shared import mapping
 from penstock.comm.transport.shared.mapping import Semaphore
 from penstock.comm.transport.shared.receiver import SharedReceiver
@@ -59,7 +59,7 @@ class Ours:
         send, receive, run, first = self.sender.send, self.receiver.receive, self.run, self.rank == 0
         got, message = None, Message({0: tensor})
         for at in range(count):
-            key = Key(run, at)
+            key = MessageKey(run, at)
             if first:
                 send(key, message)
             got = None  # in the shadow of the other's turn, as a stage drops what it has read

@@ -14,7 +14,7 @@ from penstock.app.plan.predict import predict
 from penstock.planners.balance import even_cells
 from penstock.planners.outcome import PlanOutcome
 from penstock.planners.prediction import Prediction
-from penstock.profiler.joined import joined
+from penstock.profiler.combine import combine_profiles
 
 RANKS = 2
 SAMPLES = 6  # of a profile
@@ -32,7 +32,7 @@ def measure_cluster(folder: Path) -> Cluster:
 def measure_model(name: str, folder: Path) -> Profile:
     """Its layers, by as many processes at once as there will be workers."""
     with Team(RANKS, Measuring) as team:
-        found = joined([Profile.from_json(one) for one in team.ask("profile", name, SAMPLES)])
+        found = combine_profiles([Profile.from_json(one) for one in team.ask("profile", name, SAMPLES)])
     (folder / f"{name}.profile.json").write_text(json.dumps(found.to_json()))
     return found
 

@@ -26,11 +26,11 @@ class Measuring:
 
     def profile(self, name: str, repetitions: int) -> dict[str, Any]:
         """As `penstock profile --busy` has it of each of its processes."""
-        from penstock.app.profile.api import profiled
-        from penstock.profiler.sampling import Company
+        from penstock.app.profile.api import measure_profile
+        from penstock.profiler.sampling import Peers
 
         subject = MODELS[name]
-        found = profiled(
+        found = measure_profile(
             subject.model(),
             *subject.example,
             loss=cross_entropy,
@@ -40,7 +40,7 @@ class Measuring:
             repetitions=repetitions,
             threads=1,
             seed=0,
-            company=Company(self.world.gather, os.getppid()),
+            peers=Peers(self.world.gather, os.getppid()),
         )
         return found.profile.to_json()
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.app.plan.command import plan, read_profile
+    from penstock.app.plan.register import register_schedule
     from penstock.app.profile.api import profile
     from penstock.app.profile.estimate import estimate
+    from penstock.comm.transport.registered import register_transport
     from penstock.core.action import Action, Op
     from penstock.core.check import check
     from penstock.core.cluster import Cluster, Device, Level
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.core.torch_text import from_torch_csv, to_torch_csv
     from penstock.errors import FormatError, InputError, PenstockError, RankError, ScheduleError, SplitError
     from penstock.schedules.registry import loop, schedule
+    from penstock.schedules.request import ScheduleRequest
     from penstock.simulator.breakdown import Breakdown, breakdown
     from penstock.simulator.simulate import simulate
     from penstock.training.optimizers import muon, nesterov
@@ -62,6 +65,7 @@ _HOME = {
     "Report": "core.faults",
     "Schedule": "core.schedule",
     "ScheduleError": "errors",
+    "ScheduleRequest": "schedules.request",
     "SplitError": "errors",
     "StagePlan": "core.plan",
     "Step": "training.pipeline",
@@ -79,6 +83,8 @@ _HOME = {
     "profile": "app.profile.api",
     "read_cluster": "core.cluster_file",
     "read_profile": "app.plan.command",
+    "register_schedule": "app.plan.register",
+    "register_transport": "comm.transport.registered",
     "schedule": "schedules.registry",
     "simulate": "simulator.simulate",
     "to_csv": "core.text",
@@ -106,6 +112,7 @@ __all__ = [
     "Report",
     "Schedule",
     "ScheduleError",
+    "ScheduleRequest",
     "SplitError",
     "StagePlan",
     "Step",
@@ -123,6 +130,8 @@ __all__ = [
     "profile",
     "read_cluster",
     "read_profile",
+    "register_schedule",
+    "register_transport",
     "schedule",
     "simulate",
     "to_csv",

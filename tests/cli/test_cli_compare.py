@@ -128,13 +128,13 @@ def test_workers_that_fail_leave_the_reason_and_the_rest_goes_on(small, monkeypa
     from penstock.app.compare import runs as compare_runs
     from penstock.app.compare.methods import NAMED
     from penstock.app.compare.result import Cause
-    from penstock.app.compare.runs import FOUND, REFUSED, Found
+    from penstock.app.compare.runs import FOUND, REFUSED, RunResult
     from penstock.app.compare.track import Track
     from penstock.app.run.request import Request
 
     diverged = Cause("diverged after 3 mini-batches")
     names = ["1f1b", "gpipe", "2bw", "naive"]
-    runs = [compare_runs.Run(NAMED[name], Request(str(small)), Track()) for name in names]
+    runs = [compare_runs.MethodRun(NAMED[name], Request(str(small)), Track()) for name in names]
     started = []
 
     def launch(command, workers, words):
@@ -148,7 +148,7 @@ def test_workers_that_fail_leave_the_reason_and_the_rest_goes_on(small, monkeypa
             if (len(started), number) == (2, 1):
                 print("Traceback ...\nMemoryError: too much", file=words, flush=True)
                 return 1
-            (folder / FOUND.format(number)).write_text(json.dumps(Found({0: {}}, 0.5).to_json()))
+            (folder / FOUND.format(number)).write_text(json.dumps(RunResult({0: {}}, 0.5).to_json()))
         return 0
 
     monkeypatch.setattr(compare_runs, "launch", launch)
@@ -217,5 +217,5 @@ def test_a_signal_ends_the_whole_command(small, monkeypatch):
 
     monkeypatch.setattr(compare_runs, "launch", lambda command, workers, words: 130)
     with pytest.raises(SystemExit) as end:
-        compare_runs.run_on_workers([compare_runs.Run(NAMED["1f1b"], Request(str(small)), Track())], 2)
+        compare_runs.run_on_workers([compare_runs.MethodRun(NAMED["1f1b"], Request(str(small)), Track())], 2)
     assert end.value.code == 130

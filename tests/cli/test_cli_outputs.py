@@ -13,7 +13,7 @@ import pytest
 
 from checkpoints import gpt, listing
 from commands import MODULE, environment, forked
-from penstock.app.run.checkpoints import Keep
+from penstock.app.run.checkpoints import PeriodicCheckpoints
 
 WORKERS = {"ranks": 2}
 SMALL = """
@@ -81,7 +81,7 @@ def test_a_full_disk_costs_checkpoints_and_no_training(flags, tmp_path):
 
 def test_a_save_that_fails_once_is_followed_by_others(tmp_path, capsys):
     pipe = gpt(2)
-    keep = Keep(pipe, str(tmp_path), 1, 3)
+    keep = PeriodicCheckpoints(pipe, str(tmp_path), 1, 3)
     keep.require_room()
     (tmp_path / "step-1").mkdir()  # of somebody else
     pipe.index = 1

@@ -72,7 +72,7 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path):
         os.kill(pids[1], signal.SIGKILL)
         all_gone([*pids.values()], 5.0)
         assert run.wait() == 128 + signal.SIGKILL
-        assert re.search(r"rank 0 stops.*: rank 1 died .*stage 1.* without a word", run.said), run.said
+        assert re.search(r"rank 0 stops.*: rank 1 died .*stage 1.* without reporting an error", run.said), run.said
     assert left(tmp_path) == []
 
 

@@ -41,7 +41,9 @@ def test_killed_at_a_random_action_twenty_times(tmp_path):
             assert run.wait() == 128 + signal.SIGKILL
             assert f"rank {victim} ended by signal 9 (SIGKILL), possibly out of memory" in run.said
             where = rf"(in {PLACE}|between two steps, after {PLACE}|before its first step \(stage {victim}\))"
-            assert re.search(rf"rank \d stops.*: rank {victim} died {where} without a word", run.said), run.said
+            assert re.search(rf"rank \d stops.*: rank {victim} died {where} without reporting an error", run.said), (
+                run.said
+            )
             assert re.search(
                 rf"penstock: rank {victim} ended by signal 9 .*possibly out of memory, {where}\n", run.said
             )
@@ -63,7 +65,9 @@ def test_under_torchrun_the_place_of_a_killed_rank_is_told_too(tmp_path):
             all_gone([*pids.values()], LIMIT)
             assert run.wait() != 0
             where = rf"(in {PLACE}|between two steps, after {PLACE}|before its first step \(stage {victim}\))"
-            assert re.search(rf"rank {1 - victim} stops: rank {victim} died {where} without a word", run.said), run.said
+            assert re.search(
+                rf"rank {1 - victim} stops: rank {victim} died {where} without reporting an error", run.said
+            ), run.said
             assert f"rank      : {victim} (local_rank" in run.said.split("Root Cause")[1], run.said
         finally:
             run.end()

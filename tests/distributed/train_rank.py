@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.comm.watch.status import Slot
+from penstock.comm.watch.status import PageField
 from penstock.models.gpt import GPT
 
 torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
 def meetings(pipe: penstock.Pipeline) -> int:
     """Of all ranks so far."""
     watch = getattr(pipe.crew.world, "watch", None)
-    return 0 if watch is None else int(watch.board.page[Slot.COLLECTIVES])
+    return 0 if watch is None else int(watch.status_page.page[PageField.COLLECTIVES])
 
 
 def main(asked: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from penstock.core.cluster_presets import KINDS
 from penstock.model.materialise import weightless
 from penstock.models.gpt import GPT
 from penstock.profiler.devices import ARITHMETICS, MACHINES, Roof, machine_of
-from penstock.profiler.operations import Kind, Operation
+from penstock.profiler.operations import OperatorCall, OperatorKind
 from penstock.profiler.roofline import seconds_of
 
 TIMES = {"forward": 0.0, "input_grad": 0.0, "weight_grad": 0.0, "update": 0.0, "full_backward": 0.0, "spread": 0.0}
@@ -139,7 +139,7 @@ quickly = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @quickly
 def test_more_work_takes_longer_and_a_higher_roof_less_time(flops, moved, more, kind, factor):
     machine = MACHINES[kind]
-    one = Operation("mm", Kind.MATMUL, torch.bfloat16, flops, moved)
+    one = OperatorCall("mm", OperatorKind.MATMUL, torch.bfloat16, flops, moved)
     took = seconds_of(machine, one)
     assert took >= machine.launch
     assert seconds_of(machine, one._replace(flops=flops + more)) >= took

@@ -14,7 +14,7 @@ from torch import nn
 import penstock
 from penstock import FormatError
 from penstock.profiler.calibrate import calibrate
-from penstock.profiler.calibration import read_machine, written
+from penstock.profiler.calibration import calibration_text, read_machine
 from penstock.profiler.devices import ARITHMETICS, MACHINES, Machine, machine_of
 
 positive = st.floats(1e-3, 1e18)
@@ -49,7 +49,7 @@ def read(tmp_path):
 def test_what_is_written_is_read(tmp_path_factory, peaks, rates, kind):
     machine = Machine(kind, dict(zip(ARITHMETICS, peaks, strict=True)), *rates)
     path = tmp_path_factory.getbasetemp() / "round.toml"
-    path.write_text(written(machine))
+    path.write_text(calibration_text(machine))
     found = read_machine(None, path)
     assert found.kind == kind
     assert found.peaks == pytest.approx(machine.peaks, rel=1e-5)
@@ -63,7 +63,7 @@ def test_measured_here(here, tmp_path):
     assert here.bandwidth > 1e7
     assert 0 < here.launch < 0.1
     path = tmp_path / "here.toml"
-    path.write_text(written(here))
+    path.write_text(calibration_text(here))
     assert read_machine(here.kind, path).peaks == pytest.approx(here.peaks, rel=1e-5)
 
 
@@ -72,7 +72,7 @@ def test_an_estimate_for_this_cpu_is_not_far_off(here, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("what was calibrated is the GPU")
     path = tmp_path / "here.toml"
-    path.write_text(written(here))
+    path.write_text(calibration_text(here))
     block = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
     x = torch.randn(4, 128, 256, requires_grad=True)
     found = penstock.estimate(nn.Sequential(nn.Identity(), block), x, calibration=path)
@@ -115,7 +115,7 @@ def test_a_device_of_ones_own(read):
         ("[peaks]\nbf16 = inf", "mine.toml: peaks.bf16: expected a number above 0, but got inf"),
         ("peaks = 3", "mine.toml: peaks: expected a table of operations/s, but got 3"),
         ("device = 7", "mine.toml: device: expected the name of a device, but got 7"),
-        ('device = "v100"', "mine.toml: device: expected 'h100', as asked, but got 'v100'"),
+        ('device = "v100"', "mine.toml: device: expected 'h100', as requested, but got 'v100'"),
         ("launch = = 1", "mine.toml:1:10: expected TOML"),
     ],
 )

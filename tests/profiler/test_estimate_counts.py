@@ -23,8 +23,8 @@ from penstock.model.layers import layers_of
 from penstock.model.passage import Passage
 from penstock.model.stage import Job, Settings
 from penstock.profiler.attention import fused_attention
-from penstock.profiler.counting import Counting, flops, moved
-from penstock.profiler.rehearsal import rehearse
+from penstock.profiler.counting import Counting, bytes_moved, flops
+from penstock.profiler.layer_work import count_work
 
 size = st.integers(1, 9)
 BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
@@ -37,7 +37,7 @@ def rehearsed(model, example, fake=True, autocast=nullcontext):
         layers = layers_of(model, args, kwargs)
         path = layers.split.first
         job = Job(0, -1, args, kwargs, 1, path, as_loss, passage=Passage.of(path.trace))
-        done = rehearse(layers, job, Settings(HOME, autocast=autocast))
+        done = count_work(layers, job, Settings(HOME, autocast=autocast))
     return layers.names, done.work, done.sent
 
 
@@ -97,8 +97,8 @@ def test_an_embedding_is_bytes_alone():
     _, (layer, _), _ = rehearsed(model, torch.zeros(3, 5, dtype=torch.int64))
     rows, table = 3 * 5 * 16 * 4, 1000 * 16 * 4
     assert counts(layer) == (0, 0, 0)
-    assert moved(layer.forward) == 2 * rows + 3 * 5 * 8  # the rows in use, not the table
-    assert moved(layer.weight_grad) == rows + 3 * 5 * 8 + table + 3 * table  # made, and added to what is there
+    assert bytes_moved(layer.forward) == 2 * rows + 3 * 5 * 8  # the rows in use, not the table
+    assert bytes_moved(layer.weight_grad) == rows + 3 * 5 * 8 + table + 3 * table  # made, and added to what is there
 
 
 @pytest.mark.parametrize(("dtype", "spared"), [(torch.float32, 0), (torch.float64, 2 * 4 * 28 * 7)])
@@ -117,10 +117,10 @@ def test_bytes_are_what_is_read_and_written_and_views_are_free():
     counting = Counting()
     with counting:
         x.t().reshape(4, 8)[1:].detach()
-        assert moved(counting.work) == 0
+        assert bytes_moved(counting.work) == 0
         (x + narrow).relu_()
         torch.zeros(1, 4).expand(8, 4) * x  # the repeated row is read once
-    assert moved(counting.work) == (128 + 16 + 128) + (128 + 128) + 16 + (16 + 128 + 128)
+    assert bytes_moved(counting.work) == (128 + 16 + 128) + (128 + 128) + 16 + (16 + 128 + 128)
 
 
 def test_what_a_graph_keeps():

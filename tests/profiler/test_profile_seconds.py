@@ -14,14 +14,14 @@ from torch import nn
 
 import penstock
 from model.zoo import ZOO, born, score
-from penstock.app.profile.api import profiled
-from penstock.app.profile.table import said
+from penstock.app.profile.api import measure_profile
+from penstock.app.profile.table import notes
 from penstock.core.action import Op
 from penstock.profiler.bench import _later, _unevenness
-from penstock.profiler.joined import joined
+from penstock.profiler.combine import combine_profiles
+from penstock.profiler.layer_seconds import layer_seconds, middle_half
 from penstock.profiler.quiet import quiet_sample
-from penstock.profiler.sampling import PATIENCE, Company, collect, unseen
-from penstock.profiler.settle import settled, usual
+from penstock.profiler.sampling import PATIENCE, Peers, collect, no_progress
 
 
 def test_layers_add_up_to_about_the_whole_model():
@@ -72,7 +72,7 @@ def test_what_stages_take_for_themselves_is_told_apart(layers, own, noise):
     mine = np.array([own[0], own[1], own[0], own[1], 0.0])[:, None]
     cut, scale = len(layers) // 2, np.array(noise)[:, None, None]
     two = np.stack([half.sum(axis=1) for half in (seconds[:, :cut], seconds[:, cut:])], axis=1) + mine
-    found = settled(scale * (seconds + mine), scale * two, cut)
+    found = layer_seconds(scale * (seconds + mine), scale * two, cut)
     about = {"rtol": 0.02, "atol": 1e-9}
     np.testing.assert_allclose(found.forward, seconds[0], **about)
     np.testing.assert_allclose(found.backward, seconds[1], **about)
@@ -89,7 +89,7 @@ seconds_of_layers = st.lists(seconds, min_size=5 * 5, max_size=5 * 5)
 def test_each_half_takes_what_its_stage_took_whatever_its_layers_took_alone(fine, two, cut):
     """A layer by itself may find its memory slower than in a stage: only how they compare is taken from that."""
     halves = np.array(two).reshape(1, 5, 2)
-    found = settled(np.array(fine).reshape(1, 5, 5), halves, cut)
+    found = layer_seconds(np.array(fine).reshape(1, 5, 5), halves, cut)
     own = found.per_stage
     for half, layers in enumerate((slice(0, cut), slice(cut, 5))):
         forward, backward = found.forward[layers].sum() + own.forward, found.backward[layers].sum() + own.backward
@@ -103,8 +103,8 @@ def test_slow_moments_count_and_odd_samples_do_not():
     fine[0, :, 0] = 1.5  # a slow moment of one layer
     fine[2] = 9.0
     fine[3] = 0.5
-    assert usual(fine, None).tolist() == [1, 0]
-    assert settled(fine, None).forward.tolist() == [1.25, 1.0, 1.0]
+    assert middle_half(fine, None).tolist() == [1, 0]
+    assert layer_seconds(fine, None).forward.tolist() == [1.25, 1.0, 1.0]
 
 
 @given(
@@ -114,7 +114,7 @@ def test_slow_moments_count_and_odd_samples_do_not():
 @settings(max_examples=60, deadline=None)
 def test_whatever_was_measured_gives_seconds_that_a_profile_accepts(fine, two):
     halves = np.tile(np.array(two).reshape(5, 2), (len(fine), 1, 1))
-    found = settled(np.array(fine).reshape(-1, 5, 3), halves, 1)
+    found = layer_seconds(np.array(fine).reshape(-1, 5, 3), halves, 1)
     for part in found[:5]:
         assert np.isfinite(part).all()
         assert (part >= 0).all()
@@ -134,7 +134,7 @@ def test_samples_that_others_disturb_are_told(tmp_path):
         spin(0.3)
     assert sample.foreign > 0.2
     assert not sample.quiet
-    stranger = Company(root=1 << 22)
+    stranger = Peers(root=1 << 22)
     shown = []
     found = collect(lambda: np.array([time.perf_counter()]), 2, stranger, lambda *count: shown.append(count))
     assert found.disturbed == 2
@@ -145,13 +145,13 @@ def test_samples_that_others_disturb_are_told(tmp_path):
 
 def test_a_profile_counts_what_was_disturbed_and_says_noisy():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    found = profiled(
+    found = measure_profile(
         model, torch.randn(2, 4), None, loss=lambda result, _: result.mean(), optimizer=None, precision=None,
-        microbatches=1, repetitions=1, threads=1, seed=0, company=Company(root=1 << 22),
+        microbatches=1, repetitions=1, threads=1, seed=0, peers=Peers(root=1 << 22),
     )  # fmt: skip
     assert (found.profile.repetitions, found.profile.disturbed) == (1, 1)
     assert (found.taken, found.quiet) == (PATIENCE, 0)
-    assert any(line.startswith("NOISY: 1 disturbed samples had to be used") for line in said(found))
+    assert any(line.startswith("NOISY: 1 disturbed samples had to be used") for line in notes(found))
 
 
 def test_company_decides_together():
@@ -160,7 +160,7 @@ def test_company_decides_together():
     def gather(data):
         return [data, b"[0.7, false]"] if data else [data, b""]
 
-    found = collect(lambda: np.zeros(1), 1, Company(gather), unseen)
+    found = collect(lambda: np.zeros(1), 1, Peers(gather), no_progress)
     assert not found.quiet.any()
     assert (found.foreign >= 0.7).all()
 
@@ -168,7 +168,7 @@ def test_company_decides_together():
 def test_profiles_of_several_processes_are_joined_by_medians():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     made = [penstock.profile(model, torch.randn(2, 4), loss=lambda out, _: out.mean(), repetitions=1) for _ in range(3)]
-    one = joined(made)
+    one = combine_profiles(made)
     assert one.busy == 3
     assert one.layers[1].forward == sorted(profile.layers[1].forward for profile in made)[1]
     assert one.layers[0].kept_bytes == made[0].layers[0].kept_bytes

@@ -298,7 +298,7 @@ def _held(listener: socket.socket) -> Iterator[None]:
 def _launcher(crew: list[_Rank], asked: Asked) -> types.CodeType:
     import penstock.app.run.launcher
 
-    penstock.app.run.launcher.holding_store = _held
+    penstock.app.run.launcher.store_server = _held
     waiting = iter(crew)
 
     def handed(born: list[str], env: dict[str, str], stdout: Any, **_: Any) -> _Rank:

@@ -183,3 +183,14 @@ def test_inputs_by_name_with_plain_values_beside_them():
         model.zero_grad()
         pipe.step(inputs, data)
         assert plain.off(plain.gradients(model), wanted) < 1e-12
+
+
+def test_a_list_of_stage_modules_in_chunks():
+    """It once asked for as many ranks as there are modules: `expected 7 cuts for 8 pieces, but got 3`."""
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)]
+    pipe = Pipeline(modules, example=torch.ones(1, 3), chunks=2, schedule="interleaved", loss=nn.functional.mse_loss)
+    assert pipe.schedule.shape.placement == (0, 1, 0, 1)
+    inputs, target = torch.randn(8, 3), torch.randn(8, 3)
+    whole = nn.functional.mse_loss(nn.Sequential(*modules)(inputs), target)
+    assert pipe.step(inputs, target).loss == pytest.approx(whole.item(), rel=1e-5)

@@ -43,11 +43,11 @@ def estimate(
 def _calibrate(file: Path) -> None:
     from penstock.app.run.train import require_writable
     from penstock.profiler.calibrate import calibrate
-    from penstock.profiler.calibration import written
+    from penstock.profiler.calibration import calibration_text
 
     require_writable(str(file), "a calibration")
     machine = calibrate(lambda what: typer.echo(f"measuring {what}", err=True))
-    write_files(calibration=(file, lambda: written(machine)))
+    write_files(calibration=(file, lambda: calibration_text(machine)))
 
 
 def _estimate(
@@ -60,7 +60,7 @@ def _estimate(
 ) -> None:
     from rich.console import Console
 
-    from penstock.app.profile.estimate import as_json, estimate_config, said
+    from penstock.app.profile.estimate import as_json, estimate_config, notes
     from penstock.app.profile.table import table
     from penstock.app.run.train import require_writable
 
@@ -72,5 +72,5 @@ def _estimate(
         return
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table(estimated.profile))
-    for line in said(estimated):
+    for line in notes(estimated):
         console.print(line, highlight=False, soft_wrap=True, markup=False)

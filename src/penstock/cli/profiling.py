@@ -35,7 +35,7 @@ def profile_command(
     from rich.console import Console
 
     from penstock.app.profile.command import run
-    from penstock.app.profile.table import said, table
+    from penstock.app.profile.table import notes, table
     from penstock.app.run.request import Request
     from penstock.app.run.train import require_writable
 
@@ -50,5 +50,5 @@ def profile_command(
         typer.echo(text)
     else:
         console.print(table(outcome.profile))
-    for line in said(outcome):
+    for line in notes(outcome):
         console.print(line, highlight=False, soft_wrap=True, markup=False)

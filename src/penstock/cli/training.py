@@ -104,7 +104,7 @@ def compare(
 
     Example: `penstock compare examples/gpt.toml --steps 40 --methods plain,1f1b,pipedream,2bw --html compare.html`
     """
-    from penstock.app.compare.command import Wish
+    from penstock.app.compare.command import CompareOptions
     from penstock.app.compare.command import compare as work
     from penstock.app.run.request import Request
     from penstock.app.run.train import require_writable
@@ -116,7 +116,7 @@ def compare(
     for file in (svg, html):
         require_writable(None if file is None else str(file), "a picture")
     names = None if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
-    comparison = work(Request(str(config), changes), Wish(names, t1, t3, inline), sys.stderr)
+    comparison = work(Request(str(config), changes), CompareOptions(names, t1, t3, inline), sys.stderr)
     if any(row.losses for row in comparison.rows):
         write_files(svg=(svg, comparison.svg), html=(html, comparison.html))
     for text in comparison.tracebacks():
@@ -137,5 +137,5 @@ def _print_comparison(comparison: Comparison) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(comparison.title, style="bold", highlight=False)
     console.print(comparison.table())
-    for line in comparison.said():
+    for line in comparison.captions():
         console.print(line, highlight=False, soft_wrap=True, markup=False)

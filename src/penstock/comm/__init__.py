@@ -1,1 +1,1 @@
-"""Processes that find each other, move tensors, and notice failures."""
+"""Communication between ranks: the world of ranks, transports of tensors, and the watch over failures."""

@@ -1,18 +1,21 @@
-"""Errors for calls with wrong arguments, which name the wrong argument and the closest valid one."""
+"""Arguments of public calls: their texts, checks, and errors that name a wrong one and the closest valid one."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 from penstock.errors import ArgumentError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Noun = TypeVar("Noun")
+Holder = TypeVar("Holder")
 
 MOST_LISTED = 12  # argument names in a message
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -76,3 +79,62 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _name(function: Callable[..., Any]) -> str:
     return function.__qualname__.removesuffix(".__init__")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a call, as `typing.Annotated` data of a dataclass field: its text in `help()`, a check that raises
+    InputError for a wrong value, and whether all ranks must give the same."""
+
+    text: str
+    check: Callable[[Any], object] | None = None
+    same: bool = False
+
+
+def options_of(fields: Any) -> dict[str, Option]:
+    """Return the options of a dataclass by name, in order; a field without an Option has an empty text."""
+    hints = get_type_hints(fields, include_extras=True)
+    options = {}
+    for name in inspect.signature(fields).parameters:
+        declared = [part for part in get_args(hints[name]) if isinstance(part, Option)]
+        options[name] = declared[0] if declared else Option("")
+    return options
+
+
+def check_options(options: Any) -> None:
+    """Run the check of every option of a dataclass object on its value."""
+    for name, option in options_of(type(options)).items():
+        if option.check is not None:
+            option.check(getattr(options, name))
+
+
+def takes(
+    fields: Callable[P, Noun], others: Callable[[], Iterable[str]]
+) -> Callable[[Callable[[Holder, Noun, dict[str, Any]], None]], Callable[Concatenate[Holder, P], None]]:
+    """Give a constructor the arguments of a dataclass: type checkers, `help()` and error messages see each of them.
+
+    The constructor gets the dataclass object, and a dict of the arguments that only `others()` names.
+    """
+
+    def decorate(function: Callable[[Holder, Noun, dict[str, Any]], None]) -> Callable[Concatenate[Holder, P], None]:
+        parameters = inspect.signature(fields).parameters
+        plain = get_type_hints(fields)
+
+        @wraps(function)
+        def called(self: Holder, *args: P.args, **kwargs: P.kwargs) -> None:
+            given: dict[str, Any] = dict(kwargs)
+            beside = {name: given.pop(name) for name in others() if name in given and name not in parameters}
+            refuse_call(called, (self, *args), given)
+            function(self, fields(*args, **given), beside)
+
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        readable = [parameter.replace(annotation=_shortened(plain[name])) for name, parameter in parameters.items()]
+        called.__signature__ = inspect.Signature([first, *readable])  # type: ignore[attr-defined]
+        return cast(Callable[Concatenate[Holder, P], None], called)
+
+    return decorate
+
+
+def _shortened(annotation: Any) -> str:
+    """Return a type as `help()` shows it, without the modules of its names."""
+    return re.sub(r"(?:\w+\.)+(?=\w)", "", inspect.formatannotation(annotation))

@@ -21,7 +21,7 @@ from penstock.core.faults import Fault, FaultKind, Report
 from penstock.core.laws.actions import action_faults
 from penstock.core.laws.capacity import capacity_faults
 from penstock.core.laws.context import CheckContext
-from penstock.core.laws.progress import Transfers, progress_faults
+from penstock.core.laws.progress import TransferKind, progress_faults
 from penstock.core.laws.transfers import transfer_faults
 from penstock.core.laws.versions import version_faults
 from penstock.core.match import Match
@@ -37,7 +37,7 @@ _BLINDING = (FaultKind.STRAY, FaultKind.MISSING, FaultKind.DOUBLED, FaultKind.PA
 def check(
     schedule: Schedule,
     *,
-    transfers: Transfers | str = Transfers.BUFFERED,
+    transfers: TransferKind | str = TransferKind.BUFFERED,
     memory: Numbers | None = None,
     costs: Costs | None = None,
 ) -> Report:
@@ -45,10 +45,10 @@ def check(
 
     `memory` caps each slot's activations, in the unit of `costs` (default: one rank's A).
     """
-    if transfers not in list(Transfers):
+    if transfers not in list(TransferKind):
         raise InputError("transfers to be buffered, in-order or blocking", repr(transfers), "choose one of them")
     context = CheckContext.of(schedule)
-    faults = _faults(context, Transfers(transfers))
+    faults = _faults(context, TransferKind(transfers))
     if memory is not None and not _blind(faults):
         faults += tuple(capacity_faults(context, memory, costs or flat_costs(schedule.shape)))
     return Report(schedule, faults)
@@ -68,13 +68,13 @@ def prove(schedule: Schedule, progress: bool = True) -> Proven:
     `progress=False` skips law 5, for a caller that detects deadlocks itself, as the simulator does.
     """
     context = CheckContext.of(schedule)
-    faults = _faults(context, Transfers.BUFFERED if progress else None)
+    faults = _faults(context, TransferKind.BUFFERED if progress else None)
     if faults:
         raise ScheduleError(str(Report(schedule, faults)), faults)
     return Proven(context.full, context.pairs)
 
 
-def _faults(context: CheckContext, transfers: Transfers | None) -> tuple[Fault, ...]:
+def _faults(context: CheckContext, transfers: TransferKind | None) -> tuple[Fault, ...]:
     faults = (*action_faults(context), *transfer_faults(context), *version_faults(context))
     if transfers is None or _blind(faults):
         return faults

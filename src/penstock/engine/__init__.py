@@ -1,1 +1,1 @@
-"""Schedule × Stages → trained weights: the same actions, run for real."""
+"""Execute schedules: run the rows of a schedule on the stages of a model."""

@@ -1,8 +1,8 @@
-"""The activation store of one process: values that wait for a forward, gradients that wait for a backward, and parts
+"""The activation store of one process: values that wait for a forward, gradients that wait for a backward, and tensors
 that wait to be sent.
 
-Each is handed out once and then forgotten here. Where several later stages used a value, their gradients for it are
-added from the last stage to the first, whatever order they came in: so the sum has the same bits everywhere.
+Each is taken once and then forgotten. Where several later stages used a value, their gradients for it are added from
+the last stage to the first, whatever the order of arrival, so that the sum has the same bits on every run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The one executor: it takes the rows of a schedule one after the other and hands each to the handler for its op.
+"""The executor: it takes the rows of a schedule one after another and calls the handler for each row's operation.
 
-One process runs all slots, each as far as it can go before it needs what another has not made yet: deterministic, and a
-breakpoint stops where you think it does. Or each process runs its own slot, with real transfers. A synchronous
-mini-batch is a list of rows that ends in updates; asynchronous training is a fill, pass after pass, and a drain.
+One process may run all slots, each as far as it can go before it needs a result of another: this is deterministic, and
+breakpoints work as in a plain loop. Or each process runs its own slot, with real transfers. A synchronous mini-batch is
+a list of rows that ends in updates; asynchronous training is a fill, passes, and a drain.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ Handler = Callable[[ActionRow], bool | None]
 
 
 class Updates(Protocol):
-    """Turns the gradients of stages into updates, at the rows that say so."""
+    """The updater, called around the rows that produce gradients and at update rows."""
 
     def before_forward(self, stage: Stage, job: Job, version: int) -> None:
-        """A forward is about to run."""
+        """Called before a forward runs."""
 
     def after_forward(self, stage: Stage, job: Job, result: Any) -> None:
-        """A forward has run; `result` is the last stage's."""
+        """Called after a forward has run; `result` is the last stage's."""
 
     def before_backward(self, stage: Stage, job: Job) -> None:
-        """Gradients are about to be made."""
+        """Called before gradients are computed."""
 
     def after_backward(self, stage: Stage, job: Job) -> None:
-        """All gradients of a micro-batch are there; nothing of that backward has been sent on yet."""
+        """Called when all gradients of a micro-batch are computed, before any of them is sent."""
 
     def reduce(self, stage: Stage, version: int) -> None:
         """Begin to add a stage's gradients over its replicas."""
 
     def update(self, stage: Stage, version: int) -> None:
-        """Make a version of a stage's weights."""
+        """Compute a new version of a stage's weights."""
 
 
 class WeightSelection(Protocol):
-    """Decides which weights an action sees."""
+    """The selection of the weights that an action sees."""
 
     def at(self, op: Op, stage: int, microbatch: int, version: int) -> AbstractContextManager[None]:
         """Return the context in which the stage has the weights that the action names."""
 
     def ready(self, stage: int) -> None:
-        """Have the newest weights of a stage where a forward outside of training needs them."""
+        """Move the newest weights of a stage to where a forward outside of training needs them."""
 
 
 class Executor:
@@ -78,8 +78,8 @@ class Executor:
         self.by_slot = by_slot or (stages,) * len(slots)
         self.weights, self.updates, self.observers, self.guard = weights, updates, observers, guard
         self.rows: list[list[ActionRow]] = []  # by slot of this process
-        self.next: list[int] = []  # by slot, the row that comes next
-        self.current = 0  # the slot that runs
+        self.next: list[int] = []  # by slot, the index of the next row
+        self.current = 0  # the slot that is running
         self.handlers: dict[Op, Handler] = dict.fromkeys((Op.F, Op.B, Op.I, Op.W, Op.FB), self._compute)
         self.handlers |= {Op.SEND_F: transfers.send, Op.SEND_B: transfers.send}
         self.handlers |= {Op.RECV_F: transfers.receive, Op.RECV_B: transfers.receive}
@@ -99,24 +99,24 @@ class Executor:
         return next((one for one in contexts if not isinstance(one, nullcontext)), contexts[0])
 
     def run(self, rows: list[list[ActionRow]]) -> None:
-        """Run some rows of every slot here: each slot as far as it can go, in turn."""
+        """Run rows of every slot of this process: each slot as far as it can go, in turn."""
         self.rows, self.next = rows, [0] * len(rows)
-        with self.guard(), self._interruptions_told():
+        with self.guard(), self._notify_interruptions():
             advanced = True
             while advanced:
                 advanced = False
                 for self.current in range(len(rows)):
                     advanced |= self._advance(self.current)
         if any(at < len(slot) for at, slot in zip(self.next, rows, strict=True)):
-            raise RuntimeError("rows that wait for each other: a schedule that was not proven")
+            raise RuntimeError("rows wait for each other: the schedule was not checked")
 
     def remaining(self) -> tuple[ActionRow | None, list[list[ActionRow]]]:
-        """After a failure: the row that failed, if one has, and all rows that have not run, by slot."""
+        """Return, after a failure, the row that failed, if one has, and all rows that have not run, by slot."""
         waiting = self.rows[self.current][self.next[self.current] :]
         return waiting[0] if waiting else None, [slot[at:] for at, slot in zip(self.next, self.rows, strict=True)]
 
     def loss(self) -> Total:
-        """Return the loss of the mini-batch, wherever its last stage has run."""
+        """Return the loss of the mini-batch, on whichever rank its last stage has run."""
         return self.stages.total(self.transfers)
 
     def forward(self, jobs: list[Job]) -> list[Any]:
@@ -139,11 +139,11 @@ class Executor:
             stages.drop()
 
     def close(self) -> None:
-        """Let go of what others wait for; every rank has to call."""
+        """Close the transfers; every rank has to call."""
         self.transfers.close()
 
     @contextmanager
-    def _interruptions_told(self) -> Iterator[None]:
+    def _notify_interruptions(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -152,7 +152,7 @@ class Executor:
             raise
 
     def _advance(self, current: int) -> bool:
-        """Run a slot until it ends or has to wait for another one here; returns whether any row has run."""
+        """Run a slot until it ends or has to wait for another slot of this process. Return whether any row has run."""
         slot, first, handlers = self.rows[current], self.next[current], self.handlers
         if first == len(slot):
             return False
@@ -206,8 +206,8 @@ def _refuse(row: ActionRow) -> None:
 
 
 def _forward_rows(jobs: list[Job], here: dict[int, Stage]) -> Iterator[ActionRow]:
-    """Yield the rows of forwards alone: what a stage reads, the forward, what others read. Where all stages are here,
-    one micro-batch after the other; else one stage after the other, so that other ranks go on meanwhile."""
+    """Yield the rows of forwards alone: receives, the forward, sends. Where all stages are in this process, one
+    micro-batch after another; else one stage after another, so that other ranks can work at the same time."""
     last = len(jobs[0].path.routes) - 1 if jobs else 0
     whole = len(here) == last + 1
     places = [(at, job) for job in jobs for at in here] if whole else [(at, job) for at in here for job in jobs]
@@ -220,7 +220,7 @@ def _forward_rows(jobs: list[Job], here: dict[int, Stage]) -> Iterator[ActionRow
 
 
 class StatusObserver(Observer):
-    """Notes what comes next on the status page that other ranks see."""
+    """An observer that writes the current row on the status page, which other ranks read."""
 
     def __init__(self, watch: Watch) -> None:
         self.doing = watch.doing
@@ -231,7 +231,7 @@ class StatusObserver(Observer):
 
 @contextmanager
 def failures_told(watch: Watch) -> Iterator[None]:
-    """Guard rows of one rank: a failure is told to the other ranks before it goes up."""
+    """Report a failure of rows to the other ranks, and raise it again."""
     try:
         yield
     except BaseException as error:

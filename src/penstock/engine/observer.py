@@ -1,6 +1,6 @@
-"""Observers of a run: clocks, the failure watch, memory meters and tests are told before and after each row.
+"""Observers of a run: clocks, the failure watch, memory meters and tests are notified before and after each row.
 
-Nobody changes the executor from outside. An event without an observer costs one empty loop.
+The executor is not changed from outside. An event without an observer costs one empty loop.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from penstock.core.lowered_loop import ActionRow
 
 
 class Observer:
-    """Override the events that matter; each does nothing by default."""
+    """Base class of observers: override the events of interest; each does nothing by default."""
 
     def begin(self, slot: int) -> None:
-        """Rows of a slot are about to run."""
+        """Called before rows of a slot run."""
 
     def before(self, row: ActionRow) -> None:
-        """A row is about to run."""
+        """Called before a row runs."""
 
     def after(self, row: ActionRow) -> None:
-        """A row has run."""
+        """Called after a row has run."""
 
     def interrupted(self) -> None:
-        """A row has failed."""
+        """Called when a row has failed."""
 
     def stage_begins(self, row: ActionRow) -> None:
-        """The stage's own computation of a row begins: its weights are in place."""
+        """Called before the stage's own computation of a row, with its weights in place."""
 
     def stage_ends(self, row: ActionRow) -> None:
-        """The stage's own computation of a row has ended."""
+        """Called after the stage's own computation of a row."""
 
     def update_begins(self, stage: int) -> None:
-        """An update of a stage begins."""
+        """Called before an update of a stage."""
 
     def update_ends(self, stage: int) -> None:
-        """An update of a stage has ended."""
+        """Called after an update of a stage."""
 
 
 EVENTS = ("begin", "before", "after", "interrupted", "stage_begins", "stage_ends", "update_begins", "update_ends")
 
 
 class Observers:
-    """All observers of one pipeline's runs; each event is a tuple of the methods to be called."""
+    """All observers of one pipeline's runs. Each event is a tuple of the methods to be called."""
 
     begin: tuple[Any, ...]
     before: tuple[Any, ...]
@@ -58,12 +58,12 @@ class Observers:
         self.add(*observers)
 
     def add(self, *observers: Observer) -> None:
-        """Tell these from now on, too, after those that were there before."""
+        """Add observers, after those that are there."""
         self.all.extend(observers)
         self._collect()
 
     def discard(self, *observers: Observer | None) -> None:
-        """Tell these no longer, if they were told; an observer may take itself away while it is told."""
+        """Remove observers, if they are there; an observer may remove itself while it is called."""
         self.all = [one for one in self.all if one not in observers]
         self._collect()
 

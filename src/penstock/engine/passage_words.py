@@ -1,6 +1,6 @@
-"""Facts that go along with tensors from stage to stage, as JSON: shapes that open code asks for, plain results.
+"""Encode facts that accompany tensors from stage to stage, as JSON: shapes that open code asks for, and plain results.
 
-Both ends know the trace, so only differences from it are sent: nothing at all while sizes stay those of the trace.
+Both ends have the trace, so only differences from it are sent: nothing while sizes stay those of the trace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def encode_passage(passage: Passage, trace: Trace) -> bytes:
-    """Return what differs between a passage and the trace; nothing where they agree."""
+    """Return the differences between a passage and the trace, encoded; empty where they agree."""
     if not (passage.shapes or passage.plain or passage.grads):
         return b""
     values = trace.values
@@ -32,23 +32,23 @@ def encode_passage(passage: Passage, trace: Trace) -> bytes:
     plain = {}
     for event, result in passage.plain.items():
         name = trace.events[event].name
-        words = _words(result, name)
-        if words != _words(trace.results[event], name):
-            plain[trace.events[event].key] = words
+        description = _describe_result(result, name)
+        if description != _describe_result(trace.results[event], name):
+            plain[trace.events[event].key] = description
     facts = [shapes, plain, {values[value].key: grad for value, grad in passage.grads.items()}]
     return json.dumps(facts).encode() if any(facts) else b""
 
 
-def decode_passage(words: bytes, passage: Passage, trace: Trace) -> None:
-    """Enter into a passage what `encode_passage` said of it."""
-    if not words:
+def decode_passage(facts: bytes, passage: Passage, trace: Trace) -> None:
+    """Add the facts that `encode_passage` encoded to a passage."""
+    if not facts:
         return
-    shapes, plain, grads = json.loads(words)
+    shapes, plain, grads = json.loads(facts)
     values, events = trace.value_names, trace.event_names
     try:
         passage.grads.update({values[int(key)]: grad for key, grad in grads.items()})
         for key, (shape, dtype) in shapes.items():
-            passage.shapes[values[int(key)]] = (tuple(shape), getattr(torch, dtype))
+            passage.tell(values[int(key)], (tuple(shape), getattr(torch, dtype)))
         for key, leaves in plain.items():
             event = events[int(key)]
             passage.plain[event] = _with_leaves(trace.results[event], leaves)
@@ -62,7 +62,7 @@ def _with_leaves(result: Any, leaves: dict[str, Any]) -> Any:
 
 
 def other_forward(came: str) -> SplitError:
-    """The error for ranks whose forwards do not do the same."""
+    """Return the error for ranks whose forwards differ."""
     return SplitError(
         "the same forward on every rank",
         f"one of another rank with {came}",
@@ -71,8 +71,10 @@ def other_forward(came: str) -> SplitError:
     )
 
 
-def _words(result: Any, name: str) -> dict[str, Any]:
-    return {place: _word(leaf, name) for place, leaf in zip(leaf_places(result), tree.leaves(result), strict=True)}
+def _describe_result(result: Any, name: str) -> dict[str, Any]:
+    return {
+        place: _describe_leaf(leaf, name) for place, leaf in zip(leaf_places(result), tree.leaves(result), strict=True)
+    }
 
 
 def _leaf(word: Any) -> Any:
@@ -81,7 +83,7 @@ def _leaf(word: Any) -> Any:
     return word
 
 
-def _word(leaf: Any, name: str) -> Any:
+def _describe_leaf(leaf: Any, name: str) -> Any:
     if isinstance(leaf, torch.Tensor):
         return {"shape": list(leaf.shape), "type": _name(leaf.dtype)}
     if isinstance(leaf, _PLAIN):

@@ -1,4 +1,4 @@
-"""Compute actions on the stages of one process: take what a stage needs, run it, keep what comes out."""
+"""Run compute actions on the stages of one process: take a stage's inputs, run it, keep its outputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.model.stage import Job, Stage
 from penstock.model.walk import watching
 
 
-class Elsewhere(Protocol):
-    """Where the loss comes from when another process runs the last stage."""
+class LossSource(Protocol):
+    """The source of the loss when another process runs the last stage."""
 
     def loss(self) -> Total:
         """Return the loss of the mini-batch."""
@@ -23,7 +23,7 @@ class Elsewhere(Protocol):
 class StageExecutor:
     """The stages of one process, their activation store, and the results of micro-batches by their numbers.
 
-    `is_split(stage, micro-batch)` says whether input and weight gradient are actions of their own.
+    `is_split(stage, micro-batch)` returns whether input and weight gradient are separate actions.
     """
 
     def __init__(self, stages: Iterable[Stage], is_split: Callable[[int, int], bool]) -> None:
@@ -32,39 +32,39 @@ class StageExecutor:
         self.begin([])
 
     def begin(self, jobs: Iterable[Job]) -> None:
-        """Start a run over some micro-batches; nothing of an earlier run is kept."""
+        """Start a run over some micro-batches; discard everything of an earlier run."""
         self.jobs = {job.number: job for job in jobs}
         self.store = ActivationStore(self.stages)
         self.results: dict[int, Any] = {}
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Take in the micro-batches of a mini-batch, in a run that goes on."""
+        """Add the micro-batches of a mini-batch to the current run."""
         for job in jobs:
             self.jobs[job.number] = job
 
     def remove(self, jobs: Iterable[Job]) -> None:
-        """Forget micro-batches that are done on all stages here."""
+        """Remove micro-batches that are done on all stages of this process."""
         for job in jobs:
             del self.jobs[job.number]
             self.results.pop(job.number, None)
 
     def watched(self) -> AbstractContextManager[None]:
-        """Return `watching` for a run over these jobs, which takes as long as a small stage, where a stage needs it."""
+        """Return `watching` for a run over these jobs where a stage needs it; it takes as long as a small stage."""
         walks = any(stage.split.walks(job.path, at) for job in self.jobs.values() for at, stage in self.stages.items())
         return watching() if walks else nullcontext()
 
     @property
     def ordered_results(self) -> list[Any]:
-        """Results of all micro-batches with rows, in order; None where this process does not have the last stage."""
+        """Results of all micro-batches with rows, in order; None where another process has the last stage."""
         return [self.results.get(number) for number, job in self.jobs.items() if job.rows]
 
-    def total(self, elsewhere: Elsewhere) -> Total:
+    def total(self, source: LossSource) -> Total:
         """Return the loss of the mini-batch: from its results here, or from the process that has them."""
         results = self.ordered_results
-        return total_of(results) if results[0] is not None else elsewhere.loss()
+        return total_of(results) if results[0] is not None else source.loss()
 
     def run(self, op: Op, stage: int, microbatch: int) -> None:
-        """Run one compute action. A micro-batch without rows has nothing to compute."""
+        """Run one compute action. A micro-batch without rows computes nothing."""
         job, runner = self.jobs[microbatch], self.stages[stage]
         if not job.rows:
             return
@@ -81,12 +81,12 @@ class StageExecutor:
             runner.weight_gradient(job)
 
     def drop(self) -> None:
-        """Forget what an interrupted run has left behind."""
+        """Discard the state of an interrupted run."""
         self.begin([])
         for stage in self.stages.values():
             stage.drop()
 
 
 def never_split(stage: int, microbatch: int) -> bool:
-    """Answer for full backwards alone."""
+    """Return False: all backwards are full ones."""
     return False

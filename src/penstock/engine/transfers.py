@@ -1,5 +1,5 @@
-"""What passes between stages when a row sends or receives: inside one process nothing but an order to be kept; between
-processes tensors, and the words that go along."""
+"""Transfers between stages. Within one process only the order of rows is kept; between processes tensors and metadata
+are sent."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from penstock.comm.transport.interface import Key, LaneName, Lanes, Message
-from penstock.comm.transport.local import Local
+from penstock.comm.transport.interface import LaneName, Lanes, Message, MessageKey
+from penstock.comm.transport.local import LocalLane
 from penstock.core.action import Op
 from penstock.core.lowered_loop import ActionRow
 from penstock.engine.passage_words import decode_passage, encode_passage, other_forward
@@ -25,23 +25,24 @@ class Transfers(Protocol):
     """Sends and receives of the slots of one process."""
 
     def begin(self) -> None:
-        """Begin another run than before: the same on every rank."""
+        """Begin a new run, on every rank."""
 
     def send(self, row: ActionRow) -> None:
-        """Send what the row names; never wait for it to be taken."""
+        """Send what the row names, without waiting for the receiver."""
 
     def receive(self, row: ActionRow) -> bool:
-        """Receive what the row names; False if it cannot be there before another slot of this process goes on."""
+        """Receive what the row names. Return False if another slot of this process has to run first."""
 
     def loss(self) -> Total:
         """Return the loss of a mini-batch whose last stage another process runs."""
 
     def close(self) -> None:
-        """Let go of the lanes; every rank has to call."""
+        """Close the lanes; every rank has to call."""
 
 
 class LocalTransfers:
-    """Between stages of one process: the activation store has everything, only the order of rows is kept."""
+    """Transfers between stages of one process: the activation store holds the tensors, only the order of rows is
+    checked."""
 
     def __init__(self) -> None:
         self.sent: set[tuple[bool, int, int, int]] = set()  # forward or not, stages from and to, and micro-batch
@@ -63,7 +64,7 @@ class LocalTransfers:
         raise AssertionError("one process has its own loss")
 
     def close(self) -> None:
-        """Nothing is held here that others wait for."""
+        """Do nothing: no other process waits for this one."""
 
 
 class StageTransfers:
@@ -109,12 +110,12 @@ class StageTransfers:
         named = {traced[value].key: tensor for value, tensor in outgoing.items()}
         message = Message(named, self._encode(job, stage, peer, peer_replica), job.stamp)
         lane = LaneName(stage, peer, replica, peer_replica)
-        self.lanes.senders[lane].send(Key(self.lanes.runs, microbatch), message)
+        self.lanes.senders[lane].send(MessageKey(self.lanes.runs, microbatch), message)
 
     def receive(self, row: ActionRow) -> bool:
         _, stage, microbatch, _, peer, peer_replica, replica = row
         receiver, key = self.lanes.receivers[LaneName(peer, stage, peer_replica, replica)], self._key(microbatch)
-        if isinstance(receiver, Local) and not receiver.has(key):
+        if isinstance(receiver, LocalLane) and not receiver.has(key):
             return False
         message = receiver.receive(key)
         stages = self._stages(row)
@@ -122,13 +123,13 @@ class StageTransfers:
         if message.stamp != job.stamp:
             raise InputError(
                 "the same batch on every rank",
-                f"another on the rank of stage {peer} than on that of stage {stage}",
+                f"different ones on the ranks of stages {peer} and {stage}",
                 "give every rank the same data (seed the loader alike), or give it on one rank with data='rank0'",
             )
         values = _numbered(job, message.values, stage, peer)
         if not self.on_host:
             values = {value: tensor.to(self.device) for value, tensor in values.items()}
-        self._decode(job, stage, peer, message.told)
+        self._decode(job, stage, peer, message.metadata)
         if self.rows is not None and job.share is not None:
             peers, place = self.rows.peers(stage, replica, peer), (stage, replica, peer, microbatch)
             parts = self.parts.setdefault(place, [])
@@ -149,8 +150,8 @@ class StageTransfers:
     def close(self) -> None:
         self.lanes.close()
 
-    def _key(self, microbatch: int) -> Key:
-        return Key(self.lanes.runs, microbatch)
+    def _key(self, microbatch: int) -> MessageKey:
+        return MessageKey(self.lanes.runs, microbatch)
 
     def _stages(self, row: ActionRow) -> StageExecutor:
         return self.by_replica.get((row.stage, row.replica), self.stages)
@@ -167,15 +168,15 @@ class StageTransfers:
         ends = peer == stage - 1 and self.last_backward.get(stage) == job.number
         return self.stages.total(self).pack() if ends else b""
 
-    def _decode(self, job: Job, stage: int, peer: int, words: bytes) -> None:
+    def _decode(self, job: Job, stage: int, peer: int, metadata: bytes) -> None:
         if peer < stage:
             if self.news and peer == stage - 1:
-                words = job.words.heard_down(words)
-            decode_passage(words, job.passage, job.path.trace)
+                metadata = job.words.heard_down(metadata)
+            decode_passage(metadata, job.passage, job.path.trace)
         elif peer == stage + 1 and self.news:
-            job.words.heard_up(words)
-        elif peer == stage + 1 and words:
-            self._loss = words
+            job.words.heard_up(metadata)
+        elif peer == stage + 1 and metadata:
+            self._loss = metadata
 
 
 def _numbered(job: Job, named: Values, stage: int, peer: int) -> Values:

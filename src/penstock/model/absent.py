@@ -1,11 +1,10 @@
-"""Tracing a model whose weights are not here: on a rank that has one stage's, or before any were made.
+"""Trace a model without its weights: on a rank that holds one stage's, or before any are created.
 
-Inputs and buffers are real, so code that looks at them, at a mask or at lengths, decides as it will in training.
-Weights are fakes: they have a shape and a type and hold nothing, and whatever meets them becomes fake. A block that
-decides inside by what its weights make of the data, as some mixtures of experts do, needs numbers to decide by: then
-every weight is one row of small numbers under the shape of the whole, which takes no memory either. What such a block
-decides is its own business and no part of the path; decisions between blocks that depend on weights are refused anyway.
-The weights of the block that runs are written out.
+Inputs and buffers are real, so code that branches on them, on a mask or on lengths, decides as in training. Weights are
+fakes: they have a shape and a type but no memory, and every result computed from them is fake. A block that branches on
+results of its weights, as some mixtures of experts do, needs numbers: then every weight is one row of small numbers,
+expanded to its shape, which takes no memory either. Decisions within a block are not part of the path; decisions
+between blocks that depend on weights are refused anyway. The weights of the running block are made contiguous.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ T = TypeVar("T")
 
 
 def without_weights(model: nn.Module, home: torch.device, find: Callable[[], T]) -> T:
-    """Run something that runs the model, with stand-ins for all of its weights. `home` is where its inputs are."""
+    """Call a function that runs the model with stand-ins for all its weights. `home` is the device of its inputs."""
     try:
         with faked(model, home):
             return find()
     except SplitError:
         raise
-    except Exception:  # fakes know no data, nor all kernels: whatever asked for more said so in its own words
+    except Exception:  # fakes have no data, and not all kernels support them: the error may be of any type
         with _repeated_rows(model, home):
             return find()
 
 
 @contextmanager
 def written_out(module: nn.Module) -> Iterator[None]:
-    """A module whose weights are repeated rows has them written out in full meanwhile: some kernels want that."""
+    """Make the expanded weights of a module contiguous meanwhile, as some kernels require it."""
     places = [(held, name, p) for held in (m._parameters for m in module.modules()) for name, p in held.items()]
     known: dict[int, nn.Parameter] = {}
     for held, name, parameter in places:
@@ -58,7 +57,7 @@ def _repeated_rows(model: nn.Module, home: torch.device) -> Iterator[None]:
     source = torch.Generator(device="cpu").manual_seed(0)
 
     def row(tensor: torch.Tensor) -> torch.Tensor:
-        """The same on every rank, and of the size that layers are initialised with."""
+        """Return the same values on every rank, of the magnitude of an initialised layer."""
         width = max(tensor.shape[-1] if tensor.dim() else 1, 1)
         small = torch.randn(width, generator=source, device="cpu") / width**0.5
         plain = small.to(tensor.dtype if tensor.is_floating_point() or tensor.is_complex() else torch.float32)

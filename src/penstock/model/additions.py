@@ -1,6 +1,7 @@
-"""Additions that a call makes to containers it was given: a layer that puts a key into a dict that all layers share.
+"""Values that a call adds to containers among its arguments, such as a layer that sets a key in a dict shared by all
+layers.
 
-They are part of its result: a stage that skips the call makes them too, with stand-ins.
+They count as part of its result: a stage that skips the call adds them too, as stand-ins.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ from typing import Any, NamedTuple
 
 from penstock.model import tree
 
-Place = tuple[Any, ...]  # keys that lead from the arguments to a container
+Place = tuple[Any, ...]  # the keys from the arguments to a container
 
 
 class Addition(NamedTuple):
-    """A change of one container: the value under a key is set, or one is appended where the key is None."""
+    """An addition to a container: the value of a key is set, or a value is appended where the key is None."""
 
     container: Place
     key: Any
 
 
 class Containers:
-    """The dicts and lists in the arguments of a call, as they are before it."""
+    """The dicts and lists in the arguments of a call, with their contents before it."""
 
     def __init__(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         self.given = given
         self.before = [(place, held, tree_items(held)) for place, held in _mutable(given, ())]
 
     def additions(self) -> list[tuple[Addition, Any]]:
-        """Those made since, with their values."""
+        """Return the additions made since, with their values."""
         found: list[tuple[Addition, Any]] = []
         for place, held, before in self.before:
             if isinstance(held, list):
@@ -55,8 +56,8 @@ def _mutable(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
 
 
 def added(given: Any, additions: tuple[Addition, ...], lengths: dict[Place, int]) -> list[Any]:
-    """The values that a call has put into the containers of its arguments; `lengths` are those of lists before it.
-    Raises LookupError where it has not."""
+    """Return the values that a call has added to the containers in its arguments; `lengths` are those of lists before
+    it. Raises LookupError where they are missing."""
     appended = dict(lengths)
     found = []
     for addition in additions:
@@ -71,12 +72,12 @@ def added(given: Any, additions: tuple[Addition, ...], lengths: dict[Place, int]
 
 
 def list_lengths(given: Any, additions: tuple[Addition, ...]) -> dict[Place, int]:
-    """Lengths of the lists that a call will append to."""
+    """Return the lengths of the lists that a call will append to."""
     return {one.container: len(_at(given, one.container)) for one in additions if one.key is None}
 
 
 def add(given: Any, additions: tuple[Addition, ...], values: list[Any]) -> None:
-    """Make the same additions to the containers of these arguments."""
+    """Make the same additions to the containers in these arguments."""
     for addition, value in zip(additions, values, strict=True):
         held = _at(given, addition.container)
         if addition.key is None:

@@ -1,8 +1,8 @@
-"""Whether a loss is a sum over rows, as far as their labels go.
+"""Test whether a loss is a sum over rows with respect to their labels.
 
-Of a mean over rows, or a sum, a row's labels change its own part and nothing else: what a change in one row does to the
-gradient is the same whether another row has changed or not. A mean over counted labels has another divisor then. Terms
-that mix rows without regard to labels, as a balance loss does, cancel out.
+In a mean or sum over rows, a row's labels change only its own term: the effect of a change in one row on the gradient
+is the same whether another row has changed or not. In a mean over counted labels, the divisor changes. Terms that mix
+rows independently of labels, such as a balance loss, cancel out.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 
 from penstock.model.loss import Loss
 
-ROUGH = {torch.float64: 0.02, torch.float32: 0.02}  # of what a change does; lower precisions: 0.05
-NOTHING = 1e-6  # of the gradient: a change that does no more does nothing
+ROUGH = {torch.float64: 0.02, torch.float32: 0.02}  # of the effect of a change; 0.05 in lower precisions
+NOTHING = 1e-6  # of the gradient: a smaller change counts as none
 
 
 def goes_by_labels(gradients: list[torch.Tensor], sure: bool = True) -> bool | None:
-    """Of the gradients for the labels as they are; changed in one row; in another; in both. None: nobody can tell.
+    """Return whether the loss depends on label counts, from the gradients for the original labels; changed in one row;
+    in another; in both. None where it cannot be determined.
 
-    Labels that are not `sure` to be any that the loss takes may have gradients that are no numbers; else these come of
-    a mean over nothing.
+    Labels that are not `sure` to be valid for the loss may have NaN gradients; with valid ones, NaN is due to a mean
+    over nothing.
     """
     plain, one, other, both = (gradient.double() for gradient in gradients)
     size = float(plain.norm())
@@ -40,8 +41,8 @@ def goes_by_labels(gradients: list[torch.Tensor], sure: bool = True) -> bool | N
 def gradient_of(
     run: Callable[[dict[int, torch.Tensor]], Any], received: dict[int, torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The gradient of a loss by what the last stage receives; by its parameters, which are more, where that is nothing
-    (a head that begins with zeros)."""
+    """Return the gradient of a loss with respect to the last stage's inputs, or to its more numerous parameters where
+    that is zero (a head that begins with zeros)."""
     with torch.enable_grad():
         leaves = {v: t.detach().requires_grad_(t.is_floating_point()) for v, t in received.items()}
         loss = run(leaves)

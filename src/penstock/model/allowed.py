@@ -1,4 +1,5 @@
-"""What forbids a cut before an event: things that open code does across it and that two stages cannot do together."""
+"""The reasons that forbid a cut before an event: operations of open code across it that two stages cannot do
+together."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from penstock.model.trace import Event, Note, Trace
 
 
 def refusal(seen: Trace, cut: int) -> SplitError | None:
-    """Why the model cannot be cut before an event, or None. `cut` is a position of a trace, not of another path's."""
+    """Return why the model cannot be cut before an event, or None. `cut` is a position in this trace."""
     return next(_reasons(seen, cut), None)
 
 
@@ -71,9 +72,10 @@ def _changed_buffers(seen: Trace) -> Iterator[tuple[str, int, int]]:
 
 
 def _shared_views(seen: Trace, cut: int) -> Iterator[Event]:
-    """Events behind a cut that change memory of which two tensors from before the cut are in use behind it.
+    """Yield events behind a cut that change memory which two tensors from before the cut share and code behind it uses.
 
-    They would be received apart, and only one of them changed. One alone is copied, and its views are made of the copy.
+    The two would be received separately, and only one of them changed. A single one is copied, and its views are made
+    of the copy.
     """
     for event in seen.events[cut:]:
         if sum(_in_use(seen, before, after, cut) for before, after in event.changes) > 1:
@@ -87,8 +89,8 @@ def _in_use(seen: Trace, before: int, after: int, cut: int) -> bool:
 
 
 def refuse_shared_inputs(seen: Trace, memory: list[int]) -> None:
-    """An input that is changed in place is copied for each stage: nothing else may show the change. `memory` is where
-    the inputs lie."""
+    """Refuse inputs that share memory with one that is changed in place, which each stage copies. `memory` holds the
+    inputs' addresses."""
     for value in seen.inputs:
         if memory[value] and memory.count(memory[value]) > 1:
             event = next(event for event in seen.events if any(before == value for before, _ in event.changes))

@@ -1,4 +1,4 @@
-"""Inputs of a step: cut into micro-batches by rows, and results of micro-batches put together again."""
+"""Split the inputs of a step into micro-batches by rows, and join the results of micro-batches."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _WORDS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The model's arguments: a dict is keywords, a tuple or list positions, anything else one argument."""
+    """Return the model's arguments: a dict is keywords, a tuple or list positional, anything else a single argument."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
 
 
 def require_device(inputs: Any, home: torch.device) -> None:
-    """Refuse inputs that lie elsewhere than the model."""
+    """Raise if inputs are on another device than the model."""
     for tensor in tree.tensors(inputs):
         if tensor.device != home:
             raise InputError(f"inputs on the model's device {home}", tensor.device, f"move them with .to('{home}')")
 
 
 def rows_of(*values: Any) -> int:
-    """Rows of a batch: the first dimension of every tensor in it, which must be the same."""
+    """Return the rows of a batch: the first dimension of every tensor in it, which must be the same."""
     sizes = {tensor.shape[0] for value in values for tensor in tree.tensors(value) if tensor.dim() > 0}
     if not sizes:
         leaves = [leaf for value in values for leaf in tree.leaves(value)]
@@ -48,7 +48,7 @@ def rows_of(*values: Any) -> int:
 
 
 def spans(rows: int, parts: int) -> list[tuple[int, int]]:
-    """First and last row of each micro-batch, as even as can be."""
+    """Return the first and last row of each micro-batch, as even as possible."""
     if rows < parts:
         raise InputError(
             f"a batch of at least {parts} rows, one for each micro-batch",
@@ -59,7 +59,8 @@ def spans(rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 def uneven_spans(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Spans of two sizes or more, unless it is one span: what their results have in rows, `join` can then see."""
+    """Return spans of at least two sizes, unless there is only one, so that `join` can recognize row dimensions in the
+    results."""
     parts = min(parts, rows)
     if parts == rows:
         parts = max(parts - 1, 1)
@@ -71,9 +72,10 @@ def uneven_spans(rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 def piece(value: Any, first: int, last: int, rows: int | None = None) -> Any:
-    """Some rows of a value: of its tensors, of arrays and lists with one entry a row; everything else as it is.
+    """Return some rows of a value: of its tensors, and of arrays and lists with one entry for each row; everything else
+    unchanged.
 
-    `rows` is how many the batch has; where it is not given, the value's own tensors tell.
+    `rows` is the number in the batch; by default that of the value's tensors.
     """
     if rows is None:
         sizes = {tensor.shape[0] for tensor in tree.tensors(value) if tensor.dim() > 0}
@@ -95,19 +97,20 @@ def _cut(value: Any, first: int, last: int, rows: int | None) -> Any:
 
 
 def _is_call(value: Any) -> bool:
-    """Arguments of a call: their number has nothing to do with rows."""
+    """Whether a value is the arguments of a call, whose number is unrelated to rows."""
     return type(value) is tuple and len(value) == 2 and type(value[0]) is tuple and type(value[1]) is dict
 
 
 def _has_one_a_row(value: Any, rows: int | None) -> bool:
-    """A list of words or numbers as long as the batch. A tuple only of words: (224, 224) is a size."""
+    """Whether a value is a list of plain values as long as the batch. Tuples only count if they hold strings: (224,
+    224) is a size."""
     if not isinstance(value, (list, tuple)) or len(value) != rows or tree.tensors(value):
         return False
     return isinstance(value, list) or all(isinstance(part, str) for part in value)
 
 
 class ApartError(InputError):
-    """Results of micro-batches that cannot be put together: run the batch as one."""
+    """Results of micro-batches that cannot be joined: run the batch as one."""
 
     def __init__(self, came: str) -> None:
         super().__init__(
@@ -118,10 +121,11 @@ class ApartError(InputError):
 
 
 def join(results: list[Any], rows: list[int], sure: bool = False) -> Any:
-    """One result from those of the micro-batches.
+    """Join the results of the micro-batches.
 
-    Asked to be sure, it joins tensors along the dimension that changes with the rows (see `uneven_spans`), keeps what
-    is the same everywhere, and refuses the rest. Else it takes what looks like rows, and averages scalars by rows.
+    With `sure`, tensors are joined along the dimension that changes with the rows (see `uneven_spans`), equal values
+    are kept, and others are refused. Without, the first dimension that looks like rows is used, and scalars are
+    averaged by rows.
     """
     if len(results) == 1:
         return results[0]
@@ -143,12 +147,13 @@ def _surely(parts: tuple[Any, ...], rows: list[int]) -> Any:
     if len(dims) == 1 and all(_without(part, dims[0]) == _without(first, dims[0]) for part in parts):
         return torch.cat(parts, dims[0])
     if not dims and all(part.shape == first.shape and torch.equal(part, first) for part in parts):
-        return first  # nothing of the batch: a table of positions, say
+        return first  # independent of the batch, such as a table of positions
     raise ApartError(f"shapes {_shapes(parts)} for {', '.join(map(str, rows))} rows")
 
 
 def _row_dimensions(parts: tuple[torch.Tensor, ...], rows: list[int]) -> list[int]:
-    """Dimensions that grow with the rows; rows folded with another, as in view(rows * length, -1), do so too."""
+    """Return the dimensions that are proportional to the rows, also where rows are folded with another, as in view(rows
+    * length, -1)."""
     first = parts[0]
     if len(set(rows)) == 1 or any(part.dim() != first.dim() for part in parts):
         return []

@@ -1,5 +1,5 @@
-"""Batch normalisation under micro-batches: each normalises by its own statistics, as in a plain loop over them, and the
-running averages move once a step by those of the whole batch, with the unbiased variance."""
+"""Batch normalisation with micro-batches: each normalises by its own statistics, as in a plain loop over them, and the
+running averages are updated once a step from the whole batch, with the unbiased variance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TORCHS_OWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class _Seen:
-    """Mean and sum of squared deviations of what a norm has been given so far, joined as Chan et al. do."""
+    """Mean and sum of squared deviations of a norm's inputs so far, merged as by Chan et al."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -42,15 +42,15 @@ class _Seen:
 
 
 def is_deferred(module: nn.Module) -> TypeGuard[_BatchNorm]:
-    """Whether running averages are moved by torch's own forward: a class with a forward of its own does as it likes."""
+    """Whether torch's own forward updates the running averages; a class with its own forward is left alone."""
     return isinstance(module, _BatchNorm) and type(module).forward in _TORCHS_OWN
 
 
 class DeferredNorms:
-    """Keeps the running averages of a model out of a step's forwards, and moves them at its end.
+    """Deferral of a model's running averages: they are not updated by the forwards of a step, but at its end.
 
-    A norm that a forward calls several times moves several times: by what its first calls saw in all micro-batches,
-    then by what its second calls saw, and so on.
+    A norm that a forward calls several times is updated several times: by its first calls in all micro-batches, then by
+    its second calls, and so on.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,7 +77,7 @@ class DeferredNorms:
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Around a forward that was counted already."""
+        """Do not count a forward that was counted already."""
         self.counts = False
         try:
             yield
@@ -88,28 +88,28 @@ class DeferredNorms:
         self.held = [norm for norm in self.norms if norm.training and norm.track_running_stats]
         self.handles = [norm.register_forward_pre_hook(self._gather, with_kwargs=True) for norm in self.held]
         for norm in self.held:
-            norm.track_running_stats = False  # a training forward then neither reads nor writes them
+            norm.track_running_stats = False  # so a training forward neither reads nor writes them
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.forget()  # of a step that fails, nothing counts
+            self.forget()  # a failed step does not count
         for handle in self.handles:
             handle.remove()
         for norm in self.held:
             norm.track_running_stats = True
 
     def forget(self) -> None:
-        """What was seen so far does not count."""
+        """Discard the statistics collected so far."""
         self.seen.clear()
 
     def move(self) -> None:
-        """Move the running averages by what all steps have seen that have not moved them yet."""
+        """Update the running averages by all steps that have not updated them yet."""
         for step in sorted(self.seen):
             self.move_by(step)
 
     def move_by(self, step: int) -> None:
-        """Move the running averages by what one step has seen."""
+        """Update the running averages by one step."""
         with torch.no_grad():
             for norm, calls in self.seen.pop(step, {}).items():
                 for place in sorted({(stage, call) for stage, call, _ in calls}):

@@ -1,7 +1,7 @@
-"""What the modules of one model keep between forwards: buffers above all, and whatever else a forward changes on them.
+"""The state that the modules of one model keep between forwards: buffers, and whatever else a forward changes on them.
 
-A step that fails leaves it as it was, and a forward that runs a second time, to recompute, sees what it saw the first
-time and leaves no trace.
+A failed step leaves it unchanged. A forward that runs a second time, to recompute, has the state of the first time and
+does not change the current one.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Buffers:
         self.whole = State(model.modules(), self.copies)
 
     def within(self, modules: Iterable[nn.Module], more: Iterable[Any] = ()) -> State:
-        """The state of some modules alone, and of generators that are no module's."""
+        """Return the state of some modules, and of generators that belong to no module."""
         return State(modules, self.copies, more)
 
     def save(self) -> Saved:
         return self.whole.save()
 
     def learn(self, before: Saved) -> None:
-        """A step is over: see which large tensors it has left alone, of which no copy need be kept."""
+        """Note, after a step, which large tensors it has not changed: of these no copy is kept."""
         self.copies.settle(before)
 
     def restore(self, before: Saved) -> None:
-        """Undo every change since."""
+        """Undo every change since `before`."""
         lost = self.whole.changed(before)
         self.whole.restore(before)
         if lost:

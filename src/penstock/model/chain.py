@@ -1,4 +1,4 @@
-"""Stage modules that a user made by hand, as one model: each takes what the one before returned."""
+"""A model of stage modules that a user made: each takes the result of the one before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import nn
 
 
 class Chain(nn.Module):
-    """A tuple that a stage returns is the next one's arguments, a dict its keywords, anything else its one argument."""
+    """A sequence of modules. A tuple that one returns is the next one's positional arguments, a dict its keywords,
+    anything else a single argument."""
 
     def __init__(self, stages: list[nn.Module]) -> None:
         super().__init__()

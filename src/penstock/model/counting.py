@@ -1,4 +1,4 @@
-"""The operations of a walk: how much they compute, which of them write to weights, and what they have in common."""
+"""Properties of the operations in a walk: their FLOPs, writes to weights, and a hash to compare them by."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.utils.flop_counter import flop_registry
 
 from penstock.model.written import Written
 
-_whole: set[Any] = {torch.ops.prim.device.default}  # operations that torch does not break into others
+_whole: set[Any] = {torch.ops.prim.device.default}  # operations that torch does not decompose
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, type)
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations by torch's own formulas; torch's own counter would put hooks on modules and tensors. Tells of
-    those that write to weights."""
+    """A mode that counts FLOPs by torch's formulas (torch's own counter would put hooks on modules and tensors) and
+    reports writes to weights."""
 
     def __init__(self, written: Written) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -27,13 +27,13 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         formula = flop_registry.get(func._overloadpacket)
-        with torch._C.DisableTorchFunction():  # these are no functions that the model calls
+        with torch._C.DisableTorchFunction():  # these are not calls of the model
             if formula is None and func not in _whole:
                 with self:
                     parts = func.decompose(*args, **kwargs)
                 if parts is not NotImplemented:
                     return parts
-                _whole.add(func)  # nearly all are: from now on without the way through this mode
+                _whole.add(func)  # most are: from now on they are not decomposed
             if func._schema.is_mutable:
                 self.written.operation(func, args, kwargs)
             result = func(*args, **kwargs)
@@ -44,7 +44,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _outline(value: Any) -> Any:
-    """What an operator is given, without the data."""
+    """Return the properties of an operator's argument without its data."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.requires_grad
     if isinstance(value, (tuple, list)):

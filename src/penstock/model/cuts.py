@@ -1,4 +1,5 @@
-"""Where to cut: at calls of submodules, whole blocks, balanced by counted operations, few bytes crossing."""
+"""The choice of cuts: before calls of submodules, between whole blocks, balanced by counted operations, with few bytes
+sent."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from penstock.model.trace import Event, Trace
 from penstock.model.walk import Layout
 from penstock.model.whole_parts import whole_parts
 
-TRIES = 8  # traces of an example that drops layers
+TRIES = 8  # traces of a model that drops layers
 SLACK = 1.02  # a partition this close to the best balance may be taken for fewer bytes
 _REENTRANT = "torch.utils.checkpoint.CheckpointFunction.apply"
 CONTAINERS = (
@@ -28,7 +29,7 @@ CONTAINERS = (
 
 
 def open_for(model: nn.Module, cuts: list[str]) -> frozenset[str]:
-    """The modules whose own code is run by every stage, for cuts at the modules named."""
+    """Return the modules whose own code every stage runs, for cuts at the modules named."""
     known = dict(model.named_modules(remove_duplicate=False))
     for name in cuts:
         if name not in known or not name:
@@ -47,9 +48,9 @@ def open_for(model: nn.Module, cuts: list[str]) -> frozenset[str]:
 
 
 def open_enough(model: nn.Module, pieces: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Layout, Trace]:
-    """Open modules from the root down until there are blocks enough to balance; blocks themselves stay whole."""
+    """Open modules from the root down until there are enough blocks to balance; the blocks stay whole."""
     opened = frozenset({""})
-    closed: frozenset[str] = frozenset()  # whose own code cannot be run by several stages
+    closed: frozenset[str] = frozenset()  # modules whose code several stages cannot run
     layout = Layout(model, opened)
     seen = fullest_trace(layout, args, kwargs)
     while True:
@@ -65,7 +66,7 @@ def open_enough(model: nn.Module, pieces: int, args: tuple[Any, ...], kwargs: di
 
 
 def fullest_trace(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """The trace of an example; of a model that leaves layers out by chance, the one of several that has the most."""
+    """Return the trace of an example; for a model that drops layers at random, the longest of several."""
     seen = trace(layout, args, kwargs)
     chances = range(1, TRIES) if seen.may_drop else ()
     return max((seen, *(trace(layout, args, kwargs, chance) for chance in chances)), key=lambda one: len(one.events))
@@ -105,7 +106,7 @@ def is_part(event: Event) -> bool:
 
 
 def openable(module: nn.Module) -> bool:
-    """A module whose forward calls others of its own; torch's own attention and recurrent layers are one piece."""
+    """Whether a module's forward can be opened: it calls submodules, and is not one of torch's own layers."""
     torchs = type(module).__module__.startswith(("torch.nn.modules", "torch._dynamo", "torch.jit", "torch.nn.utils"))
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     whole = compiled or (torchs and not isinstance(module, CONTAINERS))
@@ -113,7 +114,8 @@ def openable(module: nn.Module) -> bool:
 
 
 def weights(model: nn.Module, seen: Trace) -> list[float]:
-    """Operations of every event: counted ones (or two a parameter, where none are), and one for each byte it makes."""
+    """Return the load of every event: its counted operations (or two for each parameter), and one for each byte of its
+    result."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
     def weigh(event: Event) -> float:
@@ -126,7 +128,7 @@ def weights(model: nn.Module, seen: Trace) -> list[float]:
 
 
 def balanced(model: nn.Module, seen: Trace, pieces: int, avoid: frozenset[int] = frozenset()) -> list[tuple[str, int]]:
-    """The cuts with the lightest heaviest stage and, within a little slack, the fewest bytes crossing."""
+    """Return the cuts that minimize the load of the heaviest stage and, within SLACK, the bytes sent."""
     load = weights(model, seen)
     begin = next((at + 1 for at, event in enumerate(seen.events) if event.atom and load[at]), len(load))
     parts = [at for at, event in enumerate(seen.events) if is_part(event) and at >= begin]
@@ -157,7 +159,8 @@ def balanced(model: nn.Module, seen: Trace, pieces: int, avoid: frozenset[int] =
 
 
 def _refuse_reentrant(seen: Trace) -> None:
-    """Such a checkpoint calls its blocks inside an autograd Function: none of them can be seen."""
+    """Raise for a reentrant checkpoint, which calls its blocks inside an autograd Function, where they are not
+    observed."""
     for event in seen.events:
         if event.name == _REENTRANT:
             raise SplitError(
@@ -203,7 +206,7 @@ def _partition(places: list[int], load: list[float], crossing: list[int], pieces
 
 
 def crossing_bytes(seen: Trace) -> list[int]:
-    """Bytes that a cut before each event would send."""
+    """Return the bytes that a cut before each event would send."""
     sent = [0] * (len(seen.events) + 1)
     for value in seen.values:
         if value.made_by >= 0 and not value.free:

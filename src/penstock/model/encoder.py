@@ -1,9 +1,9 @@
 """torch's TransformerEncoder in eval mode, cut into stages.
 
-Given a padding mask and no gradients to make, it packs the rows into a nested tensor without their padding, runs its
-layers on that, and fills the padding with zeros before its last norm. A nested tensor cannot be sent, and the choice
-depends on devices, so a walk has the layers run on padded rows, as in training, and fills in the zeros: the numbers are
-those of the plain model.
+With a padding mask and without gradients, it packs the rows into a nested tensor without padding, runs its layers on
+that, and fills the padding with zeros before its last norm. A nested tensor cannot be sent, and the choice depends on
+devices. So a walk runs the layers on padded rows, as in training, and fills in the zeros, which gives the numbers of
+the plain model.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def padded(call: _Call, module: nn.TransformerEncoder, *args: Any, **kwargs: Any
     with _without(module, norm=True):
         made = call(module, *args, **kwargs)
     empty = padding.bool()
-    behind = (empty[:, :-1] <= empty[:, 1:]).all()  # rows with their padding elsewhere are not packed
+    behind = (empty[:, :-1] <= empty[:, 1:]).all()  # only rows with padding at the end are packed
     empty = empty & behind & (not torch.is_autocast_enabled())
     made = made.masked_fill(empty.unsqueeze(-1), 0.0)
     return made if module.norm is None else module.norm(made)
 
 
 def _packs(module: nn.TransformerEncoder, src: torch.Tensor) -> bool:
-    """Whether the plain model packs rows that have a padding mask, as far as neither data nor devices decide."""
+    """Whether the plain model packs rows with a padding mask, as far as this depends neither on data nor on devices."""
     first: Any = module.layers[0]
     if first.training or src.dim() != 3 or not getattr(module, "use_nested_tensor", False):
         return False
@@ -53,7 +53,7 @@ def _packs(module: nn.TransformerEncoder, src: torch.Tensor) -> bool:
 
 @contextmanager
 def _without(module: nn.TransformerEncoder, norm: bool) -> Iterator[None]:
-    """Nested tensors off and, where asked, the last norm too. Not by setattr, which is watched in walks."""
+    """Disable nested tensors and, with `norm`, the last norm. Attributes are set directly, as walks observe setattr."""
     kept, last = vars(module).get("use_nested_tensor"), module._modules.get("norm")
     vars(module)["use_nested_tensor"] = False
     if norm and last is not None:

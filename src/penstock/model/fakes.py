@@ -1,7 +1,7 @@
-"""A model with fake weights: they have a shape, a type and a device, and hold nothing.
+"""A model with fake weights, which have a shape, a type and a device, but no memory.
 
-Inputs and buffers stay what they are, so that code which looks at them (masks, positions) finds real numbers; whatever
-meets a fake weight becomes fake. In this way a forward and a backward of a model of any size cost only their Python.
+Inputs and buffers stay real, so that code that reads them (masks, positions) gets numbers; results computed from a fake
+weight are fake. So a forward and a backward of a model of any size cost only their Python.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# Where fakes pretend to be: autocast and the choice of attention kernels go by it. A fake tensor on a kind of device
-# that torch was built without would end the process.
+# The device of fakes, on which autocast and the choice of attention kernels depend. A fake tensor on a kind of device
+# that torch was built without would crash the process.
 HOME = torch.device("cpu")
 
 
 @contextmanager
 def faked(model: nn.Module, home: torch.device = HOME) -> Iterator[FakeTensorMode]:
-    """Every parameter of the model is a fake meanwhile, tied ones still the same; with or without weights. So is a
-    buffer without memory; others are at home."""
+    """Replace every parameter of the model by a fake meanwhile; tied ones stay tied. Buffers without memory become
+    fakes, others are moved to `home`."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with replaced(model, lambda tensor: fake(mode, tensor, home), home):
         yield mode
@@ -30,8 +30,7 @@ def faked(model: nn.Module, home: torch.device = HOME) -> Iterator[FakeTensorMod
 
 @contextmanager
 def replaced(model: nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor], home: torch.device) -> Iterator[None]:
-    """Something else stands in for every parameter meanwhile, and for every buffer without memory; others are at
-    home."""
+    """Replace every parameter meanwhile, and every buffer without memory; other buffers are moved to `home`."""
     holders: list[dict[str, Any]] = [held for m in model.modules() for held in (m._parameters, m._buffers)]
     places = [(held, name, tensor) for held in holders for name, tensor in held.items() if tensor is not None]
     known: dict[int, torch.Tensor] = {}
@@ -59,5 +58,5 @@ def fake(mode: FakeTensorMode, like: torch.Tensor, home: torch.device = HOME) ->
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """A fake has no place in memory, though it does not call itself empty."""
+    """Whether a tensor is fake: without memory, though not a meta tensor."""
     return isinstance(tensor, FakeTensor)

@@ -1,7 +1,7 @@
-"""What a user may set on open modules between two steps, and open code may decide by: flags and numbers.
+"""Attributes of open modules that a user may set between steps and open code may branch on: flags and numbers.
 
-`model.aux = True` changes the path of a model whose own code asks `if self.aux`. Looked at for every micro-batch, so it
-goes no deeper than attributes of open modules, and of plain objects such as a config that they hold.
+`model.aux = True` changes the path of a model whose code tests `if self.aux`. The attributes are read for every
+micro-batch, so only those of open modules, and of plain objects that they hold, such as a config, are considered.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import nn
 
 _FLAGS = frozenset((bool, str, type(None), torch.dtype, torch.device))
 _NUMBERS = frozenset((int, float))
+_passed: set[type] = set()  # types that are neither: this is asked of every attribute before every step
 _NO_CONFIG = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.Generator)
 
 
 def flags_of(modules: Iterable[nn.Module]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Flags and words, which decide a path; and numbers, which rarely do."""
+    """Return flags and strings, which decide a path, and numbers, which rarely do."""
     flags: list[Any] = []
     numbers: list[Any] = []
     held: dict[int, Any] = {}
@@ -38,9 +39,11 @@ def _look(attributes: dict[str, Any], flags: list[Any], numbers: list[Any], held
             flags.append((name, value))
         elif kind in _NUMBERS:
             numbers.append(value)
-        elif kind is dict or kind is list or kind is tuple:
+        elif kind is dict or kind is list or kind is tuple or kind in _passed:
             continue
         elif isinstance(value, Enum):
             flags.append((name, value))
-        elif hasattr(value, "__dict__") and not isinstance(value, _NO_CONFIG):
+        elif isinstance(value, _NO_CONFIG) or not hasattr(value, "__dict__"):
+            _passed.add(kind)
+        else:
             held[id(value)] = value

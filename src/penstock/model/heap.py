@@ -1,5 +1,5 @@
-"""Bytes of tensors: each storage once, and of a storage no more than the tensors on it, lest a slice of a batch count
-as all of it."""
+"""Bytes of tensors: each storage counts once, and only the part that the tensors cover, so that a slice does not count
+as its whole batch."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Heap:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What autograd saves in here is added."""
+        """Add what autograd saves within the context."""
 
         def pack(tensor: Tensor) -> Tensor:
-            with torch._C.DisableTorchFunction():  # a walk would take these for functions that the model calls
+            with torch._C.DisableTorchFunction():  # a walk would take these for calls of the model
                 self.add(tensor)
-                return tensor.detach()  # a graph must not hold its own results: it would never be freed
+                return tensor.detach()  # a graph that holds its own results would never be freed
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
 
 def bytes_of(values: Iterable[Any]) -> int:
-    """Of the tensors among them that are there."""
+    """Return the bytes of the tensors among the values that have memory."""
     tensors = [value for value in values if isinstance(value, Tensor) and not value.is_meta]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

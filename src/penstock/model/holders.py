@@ -1,7 +1,8 @@
-"""Things that hold a module's state and can be put back: dicts, lists, sets, deques, plain objects, arrays, generators.
+"""Objects that hold a module's state and can be restored: dicts, lists, sets, deques, plain objects, arrays,
+generators.
 
-Each kind of holder says what it holds now (`look`), in a form that stays as it is whatever becomes of the holder, and
-takes such a form back (`put`).
+Each kind of holder can return its content (`look`), in a form that does not change with the holder, and restore such a
+content (`put`).
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import numpy as np
 import torch
 from torch import nn
 
-OWN = frozenset(vars(nn.Module()))  # what torch keeps on every module
+OWN = frozenset(vars(nn.Module()))  # torch's own attributes of every module
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 PLAIN = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, *_CODE)
-)  # nothing to look into
+)  # types without parts
 _NO_RECORD = (nn.Module, torch.Tensor, *_CODE)
 
 
 class Kind(NamedTuple):
-    """How to read and write one kind of holder. What it holds is a list of values, and what it calls them."""
+    """The functions that read and write one kind of holder. Its content is a list of values and their keys."""
 
     look: Callable[[Any], tuple[Any, list[Any]]]
     put: Callable[[Any, Any, list[Any]], None]
@@ -58,8 +59,8 @@ def _put_set(held: set[Any] | deque[Any], _: Any, values: list[Any]) -> None:
         held.update(values)
 
 
-_DICT, _LIST, _SET = Kind(_look_dict, _put_dict), Kind(_look_values, _put_list), Kind(_look_values, _put_set)
-_OBJECT = Kind(lambda held: _look_dict(vars(held)), lambda held, *rest: _put_dict(vars(held), *rest))
+DICT, _LIST, _SET = Kind(_look_dict, _put_dict), Kind(_look_values, _put_list), Kind(_look_values, _put_set)
+OBJECT = Kind(lambda held: _look_dict(vars(held)), lambda held, *rest: _put_dict(vars(held), *rest))
 _ARRAY = Kind(lambda held: (held.copy(), []), lambda held, before, _: np.copyto(held, before))
 _PYTHON = Kind(lambda held: (held.getstate(), []), lambda held, state, _: held.setstate(state))
 _NUMPY = Kind(lambda held: (held.bit_generator.state, []), lambda held, s, _: setattr(held.bit_generator, "state", s))
@@ -68,22 +69,43 @@ _TORCH = Kind(lambda held: (held.get_state(), []), lambda held, state, _: held.s
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
+_kinds: dict[type, Kind | None] = {}  # by type, as this is asked of every attribute before every step
+
+
 def kind_of(value: Any) -> Kind | None:
     """How to read and write a value, or None where it holds nothing that a forward could change."""
+    try:
+        kind = _kinds[type(value)]
+    except KeyError:
+        kind = _kinds[type(value)] = _kind_of(value)
+    return None if kind is _ARRAY and not value.flags.writeable else kind
+
+
+def _kind_of(value: Any) -> Kind | None:
     if isinstance(value, nn.Module):
-        return _OBJECT
+        return OBJECT
     if isinstance(value, (dict, list, set, deque)):
-        return _DICT if isinstance(value, dict) else _LIST if isinstance(value, list) else _SET
+        return DICT if isinstance(value, dict) else _LIST if isinstance(value, list) else _SET
     if isinstance(value, np.ndarray):
-        return _ARRAY if value.flags.writeable else None
+        return _ARRAY
     if isinstance(value, GENERATORS):
         kinds = (_PYTHON, _NUMPY, _OLD_NUMPY, _TORCH)
         return next(kind for kind, cls in zip(kinds, GENERATORS, strict=True) if isinstance(value, cls))
-    return _OBJECT if is_record(value) else None
+    return OBJECT if is_record(value) else None
+
+
+_records: dict[type, bool] = {}
 
 
 def is_record(value: Any) -> bool:
     """An object of the user's that holds attributes, such as a config. A library's may have threads and files."""
+    known = _records.get(type(value))
+    if known is None:
+        known = _records[type(value)] = _is_record(value)
+    return known
+
+
+def _is_record(value: Any) -> bool:
     if isinstance(value, _NO_RECORD) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.split(".")[0] not in _LIBRARIES
@@ -93,7 +115,7 @@ _LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy"))
 
 
 def same(now: tuple[Any, list[Any]], before: tuple[Any, list[Any]]) -> bool:
-    """Whether two looks saw the same: values by identity, what they are called or the state of a generator by value."""
+    """Whether two contents are the same: values by identity, keys and states of generators by value."""
     if len(now[1]) != len(before[1]) or not all(map(is_, now[1], before[1])):
         return False
     return equal(now[0], before[0])

@@ -1,4 +1,4 @@
-"""Hooks on a model, and which of them no cut allows."""
+"""Hooks on a model, and the refusal of those that no cut allows."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _EVERYWHERE = (
 
 
 def hooks_of(module: nn.Module) -> list[str]:
-    """Names of the hooks on a module itself: an open module's would run on every stage."""
+    """Return the names of the hooks on a module itself: on an open module, they would run on every stage."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [getattr(hook, "__qualname__", repr(hook)) for kind in kinds for hook in getattr(module, kind, {}).values()]
 
 
 def refuse_open_hooks(layout: Layout, pieces: int) -> None:
-    """Hooks that the code which every stage runs would call on every stage."""
+    """Raise for hooks that would run on every stage."""
     for module in layout.open:
         found = hooks_of(module)
         if found:
@@ -42,7 +42,8 @@ def refuse_open_hooks(layout: Layout, pieces: int) -> None:
 
 
 def refuse_parted_hooks(model: nn.Module, path: Path) -> None:
-    """A tied parameter's gradient comes in parts, one from each stage that uses it: a hook would see parts."""
+    """Raise for a hook on a tied parameter, whose gradient is computed in parts by several stages: the hook would get
+    parts."""
     every = dict(model.named_parameters(remove_duplicate=False))
     for name, events in path.trace.parameters().items():
         kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")

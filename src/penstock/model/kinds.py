@@ -1,4 +1,4 @@
-"""The kind of a model's inputs: inputs of one kind and size take the same path, as far as no data decides."""
+"""The kind of a model's inputs: inputs of one kind and size take the same path, unless data decides."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from penstock.model import tree
 
-ANY = "a float or an object"  # of no size, but open code may decide by it: such paths are walked each time
+ANY = "a float or an object"  # has no size, but open code may branch on it: such paths are walked each time
 
 
 class Outlook(NamedTuple):
-    """What of a model decides its path: modes, flags, and numbers, which rarely do."""
+    """The state of a model that decides its path: modes, flags, and numbers, which rarely do."""
 
     modes: tuple[bool, ...]
     flags: tuple[Any, ...]
@@ -21,7 +21,7 @@ class Outlook(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What decides the path before anything runs, and numbers, which may."""
+    """The part of inputs and model that decides the path before anything runs, and numbers, which may."""
 
     marks: Any  # modes, flags, and the structure of the inputs
     sizes: tuple[Any, ...]  # shapes and numbers in the inputs
@@ -29,19 +29,19 @@ class Kind(NamedTuple):
 
 
 def kind_of_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], outlook: Outlook) -> Kind:
-    """The kind of some inputs, to a model of which this is to be seen."""
+    """Return the kind of some inputs, for a model with this outlook."""
     sizes: list[Any] = []
     marks = (outlook.modes, outlook.flags, _mark((args, kwargs), sizes))
     return Kind(marks, tuple(sizes), outlook.numbers)
 
 
 def _mark(value: Any, sizes: list[Any]) -> Any:
-    """The kind of a value: containers, names, types. Shapes and numbers are put into `sizes`."""
+    """Return the kind of a value: containers, names, types. Shapes and numbers are added to `sizes`."""
     if isinstance(value, torch.Tensor):
         sizes.append(tuple(value.shape))
         return (value.dtype, value.dim(), value.requires_grad)
     if isinstance(value, (list, tuple)) and value and all(isinstance(part, str) for part in value):
-        sizes += (len(value), ANY)  # one a row, most likely: other words make no other path
+        sizes += (len(value), ANY)  # probably one for each row: other strings do not change the path
         return (type(value), str)
     if tree.is_container(value):
         return (type(value), tuple(tree.keys(value)), tuple(_mark(part, sizes) for part in tree.parts(value)))

@@ -1,8 +1,8 @@
-"""Labels of a mini-batch, and the weight that a loss over all of them would be divided by.
+"""The labels of a mini-batch, and the weight by which a loss over all of them would be divided.
 
-A loss gets the labels of one micro-batch, in a form of its own: flattened, shifted by one token. Which of the batch's
-tensors they are, and in which form, is seen by comparing them; the same form of the whole tensor then gives the weight
-of all micro-batches before the first backward. When all have been scored, the weights met must add up to that.
+A loss gets the labels of one micro-batch in its own form: flattened, or shifted by one token. Comparing them with the
+batch's tensors shows which tensor they are, and in which form; the same form of the whole tensor then gives the weight
+of all micro-batches before the first backward. After all micro-batches, their weights must add up to that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _as_it_is(labels: torch.Tensor, ignored: int) -> torch.Tensor:
 
 
 def _shifted(labels: torch.Tensor, ignored: int) -> torch.Tensor:
-    """Each token's next one; the last has none."""
+    """Return each token's successor; the last has none."""
     return F.pad(labels, (0, 1), value=ignored)[..., 1:]
 
 
@@ -36,7 +36,7 @@ def _shortened(labels: torch.Tensor, ignored: int) -> torch.Tensor:
 
 
 def _limited(labels: torch.Tensor, ignored: int) -> torch.Tensor:
-    """Positions outside of a text are ignored."""
+    """Return the labels with positions outside of a text ignored."""
     return labels.clamp(0, max(ignored, 0))
 
 
@@ -45,14 +45,14 @@ FORMS: tuple[Form, ...] = (_as_it_is, _shifted, _shortened, _limited)
 
 @dataclass
 class Memory:
-    """What is known from the mini-batches before."""
+    """Facts learned from earlier mini-batches."""
 
-    unit: float = 0.0  # what weights are divided by, so that they are about as large as rows
-    known: dict[int, list[tuple[int, Form]]] = field(default_factory=dict)  # by call: tensors and forms it may be
+    unit: float = 0.0  # divisor that makes weights about as large as the number of rows
+    known: dict[int, list[tuple[int, Form]]] = field(default_factory=dict)  # by call: the tensors and forms that fit
     pure: bool | None = None  # whether the loss was a mean and nothing else
 
     def in_units(self, weight: Any, positions: int, rows: int) -> Any:
-        """A power of two changes no bits."""
+        """Divide a weight by a power of two, which changes no bits."""
         if not self.unit:
             self.unit = 2.0 ** round(log2(max(positions, 1) / rows))
         return weight / self.unit
@@ -60,29 +60,29 @@ class Memory:
 
 @dataclass(frozen=True)
 class Scored:
-    """How one micro-batch was scored."""
+    """The kind of loss of one micro-batch."""
 
     rows: int
-    kind: str  # "mean" over rows, "pure" (sum and weight by us), "sum" and weight by the user
-    calls: tuple[tuple[Any, float | None], ...] = ()  # weight met, and the mini-batch's as it was counted
-    nothing: bool = False  # a loss of 0, of no call
+    kind: str  # "mean" over rows, "pure" (sum and weight by penstock), "sum" and weight by the user
+    calls: tuple[tuple[Any, float | None], ...] = ()  # the call's weight, and the counted weight of the mini-batch
+    nothing: bool = False  # a loss of 0 without a call
 
 
 class Labels:
-    """Of one mini-batch."""
+    """The labels of one mini-batch."""
 
     def __init__(
         self, batch: Any, spans: Sequence[tuple[int, int]], memory: Memory, weigh: Weigh, fixed: bool = False
     ) -> None:
         self.spans, self.memory, self.weigh = spans, memory, weigh
-        self.fixed = fixed  # the weight of all is taken for 1: to look at one micro-batch alone
+        self.fixed = fixed  # takes the weight of all as 1, for a single micro-batch
         self.rows = spans[-1][1] - spans[0][0]
-        # Sums that are divided by this are parts of one sum, as transformers' loss functions make them.
+        # Sums divided by this are parts of one sum, as in transformers' loss functions.
         self.sums = _named(batch, "num_items_in_batch")
         self.tensors = [
             t for t in tree.tensors(batch) if t.dim() and not (t.is_floating_point() or t.is_complex() or t.is_meta)
         ]
-        self.totals: dict[Any, tuple[float, Any]] = {}  # with the weights of classes, lest another takes their identity
+        self.totals: dict[Any, tuple[float, Any]] = {}  # with the class weights, so that their id() is not reused
         self.scored: dict[int, dict[int, Scored]] = {}  # by stage and micro-batch
 
     def part_rows(self, part: int) -> int:
@@ -92,18 +92,18 @@ class Labels:
     def total(
         self, part: int, call: int, target: torch.Tensor, classes: torch.Tensor | None, ignored: int
     ) -> float | None:
-        """The weight of the whole mini-batch; None where these labels are none of its tensors."""
+        """Return the weight of the whole mini-batch; None where the labels match none of its tensors."""
         known = self.memory.known.get(call)
         found = [one for one in known or () if self._is(*one, part, target, ignored)]
         if not found:
             every = [(at, form) for at in range(len(self.tensors)) for form in FORMS]
             found = [one for one in every if self._is(*one, part, target, ignored)]
         self.memory.known[call] = found
-        # Of tensors that look alike in this micro-batch, labels are those in which something is ignored elsewhere.
+        # Of tensors that are equal in this micro-batch, the labels are those with ignored values in others.
         return min((self._weight(*one, classes, ignored) for one in found), default=None)
 
     def share(self, part: int, weight: Any, total: float) -> Any:
-        """What the mean of a micro-batch is multiplied with, lest it count by its rows."""
+        """Return the factor of a micro-batch's mean by which it counts by its weight instead of its rows."""
         if self.fixed:
             return weight
         rows = self.part_rows(part)
@@ -112,7 +112,7 @@ class Labels:
         return weight * self.rows / (total * rows)
 
     def note(self, stage: int, part: int, scored: Scored) -> None:
-        """A micro-batch has been scored; when all have been, they must fit together."""
+        """Record a micro-batch's kind of loss; raise if those of all micro-batches do not fit together."""
         if self.fixed:
             return
         met = self.scored.setdefault(stage, {})
@@ -138,7 +138,7 @@ class Labels:
 
 
 def _named(value: Any, name: str) -> bool:
-    """Whether a batch has something of this name in one of its dicts."""
+    """Whether a batch has a value of this name in one of its dicts."""
     if isinstance(value, Mapping):
         return value.get(name) is not None or any(_named(part, name) for part in value.values())
     return isinstance(value, (tuple, list)) and any(_named(part, name) for part in value)
@@ -162,7 +162,7 @@ def _require_one_kind(every: list[Scored]) -> None:
 
 
 def _require_total(every: list[Scored], call: int) -> None:
-    """The weights met must add up to what was counted; where nothing was, they must go by the rows."""
+    """Raise unless the weights add up to the counted one or, where none was counted, are proportional to the rows."""
     means = [one for one in every if one.kind == "mean"]
     if not any(len(one.calls) > call for one in means):
         return

@@ -1,4 +1,4 @@
-"""A model's layers, by which it is profiled and planned: a split with a cut at every place that is worth one."""
+"""A model's layers, for profiles and plans: a split with a cut at every useful place."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from penstock.model.split import Split
 
 @dataclass(frozen=True)
 class ModelLayer:
-    """A run of events. `name` is the module at which it begins, as cuts name it."""
+    """A range of events. `name` is the module at which it begins, as in `cuts`."""
 
     name: str
-    span: tuple[int, int]  # events of the split's first path
-    parameters: tuple[str, ...]  # by the model's own names; a tied one is with the first layer that uses it
-    buffers: tuple[str, ...]  # those that belong to no layer, being the same for all, are with the first
+    span: tuple[int, int]  # the range of events in the split's first path
+    parameters: tuple[str, ...]  # by the model's own names; a tied one belongs to the first layer that uses it
+    buffers: tuple[str, ...]  # those that belong to no layer are counted with the first
 
 
 class Layers:
@@ -41,7 +41,7 @@ class Layers:
         return self.layers[at]
 
     def cuts(self, firsts: tuple[int, ...]) -> list[str]:
-        """What to give a Pipeline as cuts, for stages whose second, third, ... begins at these layers."""
+        """Return the `cuts` of a Pipeline whose second, third, ... stages begin at these layers."""
         return [self.names[first] for first in firsts]
 
     @cached_property
@@ -60,7 +60,7 @@ class Layers:
 
     @cached_property
     def sent(self) -> tuple[Sent, ...]:
-        """All that goes from one layer to others. What every stage computes for itself does not."""
+        """The tensors sent from one layer to others, without those that every stage computes for itself."""
         path = self.split.first
         readers: dict[int, list[int]] = {}
         for layer, values in enumerate(path.incoming):
@@ -83,9 +83,9 @@ class Layers:
 
 
 def layers_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layers:
-    """The layers of a model, found from an example of its inputs; one that cannot be cut is one layer.
+    """Return the layers of a model, found with an example of its inputs; a model that cannot be cut is one layer.
 
-    The weights may be missing. Nothing of the model is changed.
+    The weights may be missing. The model is not changed.
     """
     kind = type(model).__name__  # the name of a model that is one layer
     try:

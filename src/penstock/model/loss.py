@@ -1,4 +1,5 @@
-"""What a loss says: a mean over rows, or a sum and its weight. Both become a sum and a weight, so that parts add up."""
+"""The result of a loss function: a mean over rows, or a sum and its weight. Both become a sum and a weight, which can
+be added."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ _PACKED = struct.Struct("<2d")
 
 
 class Loss(NamedTuple):
-    """The loss of one micro-batch: a sum, `value` times `times`, and the weight that it is divided by in the end.
+    """The loss of one micro-batch: a sum, `value` times `times`, and the weight by which it is divided in the end.
 
-    `value` carries the graph; its gradient starts from `times`, which takes less time than one operation more.
+    `value` carries the graph; its gradient starts from `times`, which saves an operation.
     """
 
     value: torch.Tensor
@@ -31,7 +32,7 @@ class Loss(NamedTuple):
 
 
 def read_loss(value: Any, rows: int) -> Loss:
-    """Understand what the user's loss returned for a micro-batch of so many rows.
+    """Interpret the result of the user's loss function for a micro-batch of `rows` rows.
 
     While a micro-batch is scored (see mean_loss), means that torch divides by counted targets have their weights.
     """
@@ -48,16 +49,14 @@ def read_loss(value: Any, rows: int) -> Loss:
 
 
 def _weighed(part: Part, value: torch.Tensor, scalar: torch.Tensor, rows: int) -> Loss:
-    """The loss of a micro-batch in which means over counted targets may have been called."""
+    """Return the loss of a micro-batch that may contain calls of means over counted targets."""
     memory, calls = part.labels.memory, part.calls
     if len(calls) == 1 and calls[0].is_result(value):
         memory.pure = True
         part.note("pure")
         weight = memory.in_units(calls[0].weight, calls[0].positions, rows)
         return Loss(scalar, weight, weight) if isinstance(weight, float) else Loss(scalar * weight, weight)
-    if (
-        not calls and float(scalar.detach()) == 0
-    ):  # of a micro-batch that has nothing to score, as far as anyone can tell
+    if not calls and float(scalar.detach()) == 0:  # probably a micro-batch without targets
         part.note("pure" if memory.pure else "mean", nothing=True)
         return Loss(scalar, 0.0, 0.0) if memory.pure else Loss(scalar, float(rows), float(rows))
     if calls:
@@ -85,7 +84,7 @@ class Total(NamedTuple):
         return cls(*_PACKED.unpack(data))
 
     def require_usable(self) -> None:
-        """Refuse what no gradient can be divided by, or can come from."""
+        """Raise if gradients cannot be divided by the weight, or the sum is not finite."""
         if not (self.weight > 0 and isfinite(self.weight)):
             raise InputError("a batch whose loss has a positive weight", self.weight, "skip batches without targets")
         if not isfinite(self.total):
@@ -114,7 +113,7 @@ def _scalar(value: Any, what: str) -> torch.Tensor:
             "one that does not",
             "check that the model's output is used and not detached, and that parameters are not all frozen",
         )
-    # Times the rows, and for fp16 times a scale, a half would overflow.
+    # Multiplied by the rows, and for fp16 by a scale, a half would overflow.
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 

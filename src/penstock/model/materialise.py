@@ -1,9 +1,9 @@
-"""Models too big to be built whole: made without their weights, and given those of one stage at a time.
+"""Models too large to be built whole: built without weights, and given those of one stage.
 
     with weightless():
         model = Model(config)               # parameters take no memory; buffers are real
 
-A model like that can be traced and split; a rank then materialises the stages it runs, from a state dict, a file or the
+Such a model can be traced and split; a rank then materialises the stages it runs, from a state dict, a file or the
 layers' own initialisation.
 """
 
@@ -18,15 +18,15 @@ from torch import nn
 
 from penstock.errors import InputError, SplitError
 
-Load = Callable[[str], torch.Tensor]  # the weights of a parameter, by its name in the model
+Load = Callable[[str], torch.Tensor]  # returns the values of a parameter by its name in the model
 
 
 @contextlib.contextmanager
 def weightless() -> Iterator[None]:
-    """Every parameter that is registered in here loses its memory at once; buffers keep theirs.
+    """Free the memory of every parameter that is registered within the context; buffers keep theirs.
 
-    A model built wholly on the meta device would have lost what its layers compute for themselves and keep in no state
-    dict, such as the frequencies of rotary embeddings.
+    A model built on the meta device would also lose the buffers that its layers compute and that no state dict
+    contains, such as the frequencies of rotary embeddings.
     """
     register = nn.Module.register_parameter
 
@@ -45,7 +45,7 @@ def weightless() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_initialisation() -> Iterator[None]:
-    """Layers fill their weights after registering them; on weights without memory that is only time."""
+    """Skip the initialisation of weights without memory, which only costs time."""
     names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
     kept = {name: getattr(nn.init, name) for name in names}
 
@@ -71,7 +71,7 @@ def is_weightless(model: nn.Module) -> bool:
 def materialise(
     model: nn.Module, names: Iterable[str], device: torch.device | str | None = None, load: Load | None = None
 ) -> None:
-    """Give memory and values to the parameters named, under every name they have, on a device (torch's default one).
+    """Allocate the parameters named, under every name they have, on a device (default: torch's).
 
     Values come from `load`, or else from `reset_parameters` of the layers they belong to.
     """
@@ -99,7 +99,7 @@ def materialise(
 
 
 def fill_buffers(model: nn.Module, device: torch.device, load: Load | None) -> None:
-    """Give values to buffers that were built on the meta device; only those of the state dict can be loaded."""
+    """Fill buffers that were built on the meta device; only those of the state dict can be loaded."""
     saved = model.state_dict(keep_vars=True)
     for name, buffer in dict(model.named_buffers()).items():
         if not buffer.is_meta:
@@ -116,7 +116,7 @@ def fill_buffers(model: nn.Module, device: torch.device, load: Load | None) -> N
 
 
 def read_later(name: str) -> torch.Tensor:
-    """A `load` for weights that are read when the pipeline stands, from a file."""
+    """Return placeholders as a `load` function: the weights are read from a file once the pipeline is built."""
     raise AssertionError(f"{name} is not asked for one by one")
 
 
@@ -132,7 +132,7 @@ def _loaded(load: Load, name: str, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _initialise(model: nn.Module, names: set[str]) -> None:
-    """Let each layer that owns a fresh parameter fill all it has, as it does when it is built."""
+    """Call the initialisation of each layer that owns a new parameter."""
     for owner in sorted({name.rpartition(".")[0] for name in names}):
         module = model.get_submodule(owner)
         reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

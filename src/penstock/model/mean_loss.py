@@ -1,14 +1,14 @@
-"""Weights of torch's own mean losses: `cross_entropy` and `nll_loss` divide by how many targets are not ignored.
+"""Weights of torch's mean losses: `cross_entropy` and `nll_loss` divide by the number of targets that are not ignored.
 
-Micro-batches with unequal counts of ignored targets must not count alike. While a micro-batch is scored, calls of these
-functions are met wherever they are made: in the user's loss, inside the model's forward, or in a library of either.
+Micro-batches with unequal counts of ignored targets must not count equally. While a micro-batch is scored, calls of
+these functions are intercepted wherever they are made: in the user's loss, inside the model's forward, or in a library.
 
-- A loss that is the mean itself is read as (sum, weight). The weights add up; nothing need be known beforehand.
+- A loss that is the mean itself is read as (sum, weight). The weights add up; nothing has to be known beforehand.
 - A loss that contains the mean beside other terms (a balance loss, a second mean) is corrected: micro-batch m's mean
   should count w_m / W in the mini-batch, and counts r_m / R by its rows, so (w_m / W * R / r_m - 1) times the mean is
-  added, times its factor in the loss. That is its derivative: by the loss's graph; where there is none, by forward-mode
-  differentiation. W is counted from the labels.
-- A mean over no target at all is 0 with weight 0, where torch says NaN.
+  added, times its factor in the loss. That factor is the derivative of the loss with respect to the mean: by the
+  loss's graph or, where there is none, by forward-mode differentiation. W is counted from the labels.
+- A mean over no target at all is 0 with weight 0, where torch returns NaN.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from torch.autograd import forward_ad
 
 from penstock.model.labels import Labels, Scored
 
-_NN: Any = torch._C._nn  # what torch.nn.functional calls, however the user has imported that
+_NN: Any = torch._C._nn  # torch.nn.functional calls these, however the user has imported it
 _MEAN, _SUM = 1, 2
-Weight = float | torch.Tensor  # a tensor where it is on an accelerator, so that nobody waits for it
+Weight = float | torch.Tensor  # a tensor on an accelerator, to avoid a synchronization
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call that was met."""
+    """One intercepted call."""
 
     mean: torch.Tensor
-    result: torch.Tensor  # as the caller has it, who may change it
+    result: torch.Tensor  # the returned tensor, which the caller may change
     version: int
     weight: Weight
     positions: int  # targets, ignored ones included
-    total: Callable[[], float | None]  # the weight of the mini-batch; None where its labels are not known
-    share: Callable[[float | None], Weight]  # what the mean is to be multiplied with, by that
+    total: Callable[[], float | None]  # returns the weight of the mini-batch; None where its labels are unknown
+    share: Callable[[float | None], Weight]  # returns the factor of the mean for that weight
 
     def is_result(self, value: torch.Tensor) -> bool:
-        """Whether a loss is what this call returned, unchanged."""
+        """Whether a loss is this call's result, unchanged."""
         return value is self.result and value._version == self.version
 
 
 class Part:
-    """The calls of one micro-batch. A context: those made inside are met."""
+    """The calls of one micro-batch, intercepted within this context."""
 
     def __init__(self, labels: Labels, number: int, stage: int = 0, last: bool = True) -> None:
         self.labels, self.number, self.stage, self.last = labels, number, stage, last
         self.calls: list[Call] = []
-        self.sums: list[torch.Tensor] = []  # that the user divides by the number of targets in the mini-batch
+        self.sums: list[torch.Tensor] = []  # sums that the user divides by the number of targets in the mini-batch
         self.level: Any = None
         self.outer: Part | None = None
 
@@ -74,11 +74,11 @@ class Part:
             self.note("mean")
 
     def meet(self, run: Callable[[int], torch.Tensor], target: torch.Tensor, classes: Any, ignored: int) -> Any:
-        """The result of a call."""
+        """Return the result of an intercepted call."""
         weight = weight_of(target, classes, ignored)
         mean = _mean(run, weight)
         if torch.is_grad_enabled() and not mean.requires_grad:
-            return mean  # a number to look at
+            return mean  # a number without gradient
         number, asks = len(self.calls), self.last and not (isinstance(weight, float) and weight == 0)
 
         @cache
@@ -93,14 +93,14 @@ class Part:
         return result
 
     def meet_sum(self, summed: torch.Tensor) -> torch.Tensor:
-        """The result of a call that is to be divided by the number of targets in the whole mini-batch."""
+        """Return the result of a call that the user divides by the number of targets in the whole mini-batch."""
         if not torch.is_grad_enabled():
             return self._dual(summed, self._whole)
         self.sums.append(summed)
         return summed.clone()
 
     def corrected(self, value: torch.Tensor) -> torch.Tensor:
-        """A loss in which the means count by their weights."""
+        """Return a loss in which the means count by their weights."""
         if self.level is not None:
             primal, tangent = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
             return primal if tangent is None else primal + tangent  # type: ignore[no-any-return]
@@ -117,16 +117,16 @@ class Part:
         return value
 
     def note(self, kind: str, nothing: bool = False) -> None:
-        """How the micro-batch was scored: see Scored."""
+        """Record how the micro-batch was scored; see Scored."""
         calls = tuple((call.weight, call.total() if kind == "mean" else None) for call in self.calls)
         self.labels.note(self.stage, self.number, Scored(self.labels.part_rows(self.number), kind, calls, nothing))
 
     def _whole(self) -> float:
-        """The share of what is part of a sum, so that the mean over rows gives the sum."""
+        """Return the factor that turns a mean over rows into the sum, for a part of a sum."""
         return self.labels.rows / self.labels.part_rows(self.number)
 
     def _dual(self, mean: torch.Tensor, share: Callable[[], Weight]) -> torch.Tensor:
-        """The mean, with what it is to be corrected by."""
+        """Return the mean with its correction as tangent."""
         found = share() if self.last else 1.0
         if (isinstance(found, float) and found == 1.0) or not self._differentiates():
             return mean
@@ -134,7 +134,7 @@ class Part:
 
     def _differentiates(self) -> bool:
         if self.level is None and forward_ad._current_level < 0:
-            with warnings.catch_warnings():  # torch loads its rules for this late, in a way that it has deprecated
+            with warnings.catch_warnings():  # torch imports its rules for this with a deprecation warning
                 warnings.simplefilter("ignore", DeprecationWarning)
                 importlib.import_module("torch._decomp.decompositions_for_jvp")
             self.level = forward_ad.dual_level()
@@ -143,7 +143,8 @@ class Part:
 
 
 class safe_means:
-    """Around a backward, in which a user's checkpoint may call them again: no mean is NaN there either."""
+    """A context for a backward, in which a user's checkpoint may repeat calls of means, so that they return no NaN
+    either."""
 
     def __enter__(self) -> None:
         _install(1)
@@ -153,12 +154,12 @@ class safe_means:
 
 
 def current() -> Part | None:
-    """The micro-batch that this thread is scoring."""
+    """Return the micro-batch that this thread is scoring."""
     return _own.part
 
 
 def weight_of(target: torch.Tensor, classes: torch.Tensor | None, ignored: int) -> Weight:
-    """What torch divides a sum over these targets by."""
+    """Return the number by which torch divides a sum over these targets."""
     if classes is None and target.device.type == "cpu":
         return float(target.numel() - np.count_nonzero(target.numpy() == ignored))
     kept = target != ignored
@@ -188,7 +189,7 @@ _torchs: dict[str, Any] = {}
 
 
 def _install(change: int) -> None:
-    """Put the functions below in place of torch's while somebody is scoring."""
+    """Replace torch's functions by the ones below while some thread is scoring."""
     global _users
     with _lock:
         _users += change
@@ -234,7 +235,7 @@ def _met(
     part, plain = _own.part, target.is_floating_point() or target.is_meta or torch.compiler.is_compiling()
     if part is not None and part.labels.sums and reduction == _SUM and not plain:
         return part.meet_sum(run(_SUM))
-    if plain or reduction != _MEAN:  # probabilities as targets are never ignored: their mean is one over rows
+    if plain or reduction != _MEAN:  # probabilities as targets are never ignored: their mean is over rows
         return run(reduction)
     if part is None:
         return _mean(run, weight_of(target, classes, ignored))

@@ -1,9 +1,8 @@
-"""Names of events and values that are the same in every process.
+"""Names of events and values that are equal in every process.
 
-Ranks number what they meet in the order in which they meet it, and that order may be another one in each process: a
-forward that iterates over a set of strings does so by their hashes. So what ranks exchange is called by what it is: an
-event by its module or function and by what it is given, a value by the event that made it and its place in the result.
-A name is a number of 63 bits, which fits on the wire.
+Ranks number events in the order in which they occur, which may differ between processes: a forward that iterates over a
+set of strings depends on their hashes. So ranks identify an event by its module or function and its arguments, and a
+value by its event and its place in the result. A name is a number of 63 bits, which fits into a message.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ from penstock.model.trace import Event, Value
 
 _EXACT = (bool, float, complex, str, bytes, type(None), slice, range, type(Ellipsis))
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_ADDRESS = 1 << 31  # whole numbers beyond it may be addresses, which differ between processes
+_ADDRESS = 1 << 31  # larger integers may be addresses, which differ between processes
 
 
 def name_of(*parts: object) -> int:
-    """One number from several words and numbers."""
+    """Return one number from several strings and numbers."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def alike(event: str, given: object, name: Callable[[torch.Tensor], object]) -> int:
-    """The name that all events share which are called and given the same; `name` says what a tensor is called."""
+    """Return the name shared by all events with the same call and arguments; `name` returns the name of a tensor."""
     return name_of(event, outline(given, name))
 
 
 def settle_names(events: list[Event], values: list[Value], returned: dict[str, int]) -> None:
-    """Give every event and value a name of its own.
+    """Give every event and value a unique name.
 
-    Those that were made alike are told apart by what becomes of them, found from the last event back to the first; what
-    is `returned`, by its place in the result. Two that even become the same can stand for each other, and are counted.
+    Equal ones are distinguished by how their results are used, from the last event back to the first; `returned` is the
+    model's result by place. Those whose results are used equally are interchangeable, and are counted.
     """
     uses: list[list[object]] = [[] for _ in values]
     for place, value in returned.items():
         if value >= 0:
             uses[value].append(("returned", place))
-    ends = [0] * len(values)  # what becomes of each value
+    ends = [0] * len(values)  # hash of the uses of each value
 
     def end_of(value: int) -> int:
         ends[value] = ends[value] or name_of(*sorted(map(repr, uses[value])))
@@ -70,7 +69,8 @@ def _counted(met: Counter[int], name: int) -> int:
 
 
 def outline(value: object, name: Callable[[torch.Tensor], object]) -> str:
-    """A value as text, the same in every process: its structure, its plain values, and the names of its tensors."""
+    """Return a value as text that is equal in every process: its structure, its plain values, and the names of its
+    tensors."""
     if isinstance(value, torch.Tensor):
         return f"<{name(value)}>"
     if isinstance(value, (*_EXACT, *_TORCH)):
@@ -89,7 +89,7 @@ def outline(value: object, name: Callable[[torch.Tensor], object]) -> str:
 
 
 def places(value: object, at: str = "") -> list[str]:
-    """Where each tensor of a value stands in it, in the order of `tree.tensors`."""
+    """Return the path of each tensor within a value, in the order of `tree.tensors`."""
     if isinstance(value, torch.Tensor):
         return [at]
     if not tree.is_container(value):
@@ -99,7 +99,7 @@ def places(value: object, at: str = "") -> list[str]:
 
 
 def leaf_places(value: object, at: str = "") -> list[str]:
-    """Where each tensor and each plain value stands, in the order of `tree.leaves`."""
+    """Return the path of each tensor and each plain value, in the order of `tree.leaves`."""
     if isinstance(value, torch.Tensor) or not tree.is_container(value):
         return [at]
     parts = zip(place_names(value), tree.parts(value), strict=True)
@@ -107,7 +107,8 @@ def leaf_places(value: object, at: str = "") -> list[str]:
 
 
 def place_names(container: object) -> list[str]:
-    """The parts of a container by their keys; by their positions where keys are objects, of which nothing is sure."""
+    """Return the keys of a container's parts; their positions where keys are objects, which may differ between
+    processes."""
     return [
         str(key) if isinstance(key, (str, bytes, bool, float, Enum)) or _is_small(key) else f"#{at}"
         for at, key in enumerate(tree.keys(container))

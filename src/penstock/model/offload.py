@@ -1,8 +1,9 @@
-"""Host memory for what a device has no room for: activations between forward and backward, weights of waiting stages.
+"""Host memory for what a device has no room for: activations between forward and backward, and weights of waiting
+stages.
 
-Weights wait in pinned memory with `.data` pointing there. What autograd saves of them is kept as a recipe, not as a
-tensor: else the first forward's copy would stay on the device until its backward. Where the device is the host itself,
-nothing moves.
+Weights wait in pinned memory, to which `.data` points. What autograd saves of them is kept as a recipe, not as a
+tensor, which would keep the first forward's copy on the device until its backward. Where the device is the host,
+nothing is moved.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from penstock.errors import InputError
 
 
 class Offload(Flag):
+    """What is moved to host memory."""
+
     NOTHING = 0
     ACTIVATIONS = 1
     WEIGHTS = 2
@@ -35,16 +38,16 @@ class Offload(Flag):
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, pinned so that the way back is fast. What is expanded is expanded there."""
+    """Return a copy in host memory, pinned so that the way back is fast. Expanded dimensions stay expanded."""
     core = _unexpanded(tensor)
-    if torch._debug_has_internal_overlap(core) != 0:  # windows that overlap, or gaps
+    if torch._debug_has_internal_overlap(core) != 0:  # overlapping windows, or gaps
         core = core.contiguous()
     kept = torch.empty_strided(core.size(), core.stride(), dtype=core.dtype, device="cpu", pin_memory=core.is_cuda)
     return kept.copy_(core).expand(tensor.size())
 
 
 def to_device(kept: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Back from where `to_host` has put it."""
+    """Return the tensor that `to_host` has copied, on the device."""
     return _unexpanded(kept).to(device, non_blocking=True).expand(kept.size())
 
 
@@ -56,11 +59,11 @@ def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def saving(what: Offload, parameters: Iterable[nn.Parameter]) -> saved_tensors_hooks:
-    """A context for a forward: what autograd saves in it goes where `what` says."""
+    """Return a context for a forward in which tensors that autograd saves are kept as `what` says."""
     owners = {p.untyped_storage().data_ptr(): p for p in parameters if p.numel()}
 
     def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        with torch._C.DisableTorchFunction():  # a walk would take these for functions that the model calls
+        with torch._C.DisableTorchFunction():  # a walk would take these for calls of the model
             if tensor.is_meta or tensor.layout is not torch.strided:
                 return lambda: tensor
             return _recipe(tensor, owners.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None, what)
@@ -73,7 +76,7 @@ def saving(what: Offload, parameters: Iterable[nn.Parameter]) -> saved_tensors_h
 
 
 def _recipe(tensor: torch.Tensor, owner: nn.Parameter | None, what: Offload) -> Callable[[], torch.Tensor]:
-    """How to have a tensor again."""
+    """Return a function that returns the tensor again."""
     if owner is not None and owner.dtype is tensor.dtype and within(tensor, owner):
         offset = tensor.storage_offset() - owner.storage_offset()
         size, stride = tensor.size(), tensor.stride()
@@ -85,19 +88,19 @@ def _recipe(tensor: torch.Tensor, owner: nn.Parameter | None, what: Offload) -> 
 
 
 def within(tensor: torch.Tensor, owner: nn.Parameter) -> bool:
-    """Whether a view lies in its owner's own part of the storage; parameters may share one flat buffer."""
+    """Whether a view lies in its owner's part of the storage; parameters may share one flat buffer."""
     first = tensor.storage_offset() - owner.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return owner.is_contiguous() and first >= 0 and last < owner.numel()
 
 
 class Swap:
-    """Has the weights of one stage on the device at a time; the others' wait in host memory."""
+    """The weights of one stage at a time on the device; those of others wait in host memory."""
 
     def __init__(self, used: list[list[nn.Parameter]], device: torch.device) -> None:
         self.used, self.device = used, device
         every = {id(p): p for stage in used for p in stage}
-        self.idle = device.type == "cpu"  # the device is the host
+        self.idle = device.type == "cpu"  # whether the device is the host
         self.host = {} if self.idle else {key: (to_host(p.data), p._version) for key, p in every.items()}
         if not self.idle:
             for key, p in every.items():
@@ -105,13 +108,13 @@ class Swap:
         self.here: dict[int, nn.Parameter] = {}
 
     def turn(self, stage: int) -> None:
-        """Stage `stage` runs next."""
+        """Move the weights of a stage that runs next to the device."""
         if not self.idle:
             self._have({id(p): p for p in self.used[stage]})
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """All weights on the device, for a run of the whole model."""
+        """Move all weights to the device, for a run of the whole model."""
         before = dict(self.here)
         if not self.idle:
             self._have({id(p): p for stage in self.used for p in stage})
@@ -131,6 +134,6 @@ class Swap:
 
     def _park(self, key: int, p: nn.Parameter) -> None:
         host, version = self.host[key]
-        if p._version != version:  # somebody wrote to it: an optimizer, a checkpoint
+        if p._version != version:  # it was written to, by an optimizer or a checkpoint
             host.copy_(p.data)
         p.data = host

@@ -1,8 +1,8 @@
-"""Which modules are opened to find the smallest pieces of a model that are worth a stage.
+"""The choice of modules to open, to find the smallest useful stages of a model.
 
-Only the model's structure and the path of an example decide, never sizes, so that whoever looks again with another
-batch finds the same pieces. Opened are torch's own containers, modules that hold a row of blocks, and what there is one
-of and holds such a row, or most of the model's weights, somewhere inside. The blocks themselves stay whole.
+Only the model's structure and the path of an example decide, never sizes, so that another batch gives the same result.
+Opened are torch's own containers, modules that hold a row of blocks, and modules that exist only once and contain such
+a row or most of the model's weights. The blocks themselves stay whole.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import nn
 from penstock.model.cuts import CONTAINERS, is_part, openable
 from penstock.model.trace import Trace
 
-LISTS = (nn.ModuleList, nn.ModuleDict)  # that are never called
+LISTS = (nn.ModuleList, nn.ModuleDict)  # containers that are never called
 
 
 def to_open(model: nn.Module, closed: frozenset[str]) -> frozenset[str]:
-    """Names of all modules that should be open, but for those that must stay closed."""
+    """Return the names of all modules to open, except those that must stay closed."""
     opened = frozenset({""})
     while further := next_to_open(model, opened, closed):
         opened |= further
@@ -28,7 +28,7 @@ def to_open(model: nn.Module, closed: frozenset[str]) -> frozenset[str]:
 
 
 def next_to_open(model: nn.Module, opened: frozenset[str], closed: frozenset[str]) -> frozenset[str]:
-    """Those that open modules hold themselves."""
+    """Return the modules to open directly within open ones."""
     kinds, most = Counter(map(type, model.modules())), _size(model) / 2
     named = {id(module): name for name, module in reversed(list(model.named_modules()))}
     found = set()
@@ -42,7 +42,7 @@ def next_to_open(model: nn.Module, opened: frozenset[str], closed: frozenset[str
 
 
 def wrongly_open(model: nn.Module, opened: frozenset[str], seen: Trace) -> frozenset[str]:
-    """Open modules that a trace shows to be blocks after all, or to be called more than once."""
+    """Return open modules that, according to a trace, are blocks or are called more than once."""
     kinds = Counter(map(type, model.modules()))
     calls = Counter(event.name for event in seen.events if is_part(event))
     wrong = set()
@@ -55,7 +55,7 @@ def wrongly_open(model: nn.Module, opened: frozenset[str], seen: Trace) -> froze
 
 
 def _parts(module: nn.Module, under: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """What a module may call itself: its children, and those in its lists."""
+    """Yield the modules that a module may call itself: its children, and those in its lists."""
     for name, child in module.named_children():
         if isinstance(child, LISTS):
             yield from _parts(child, f"{under}{name}.")
@@ -72,7 +72,7 @@ def _has_rows(module: nn.Module) -> bool:
 
 
 def _rows(module: nn.Module, under: str = "") -> Iterator[list[str]]:
-    """Lists of blocks of one kind that a module holds itself: the names in it of each."""
+    """Yield the lists of blocks of one kind that a module holds: the names of each."""
     for name, child in module.named_children():
         if isinstance(child, (*LISTS, nn.Sequential)):
             if isinstance(child, LISTS):
@@ -84,8 +84,8 @@ def _rows(module: nn.Module, under: str = "") -> Iterator[list[str]]:
 
 
 def _in_a_row(module: nn.Module, name: str, seen: Trace) -> bool:
-    """Whether the blocks of an open module work each on what the one before gave, and on nothing that is added again
-    at their end: experts, all on the same input, and the convolutions of a residual block are parts of one block."""
+    """Whether the blocks of an open module process each other's results, and nothing from before is added at their end:
+    experts, which share one input, and the convolutions of a residual block are parts of one block."""
     called = [(at, event.name) for at, event in enumerate(seen.events) if event.atom]
     inside = [at for at, part in called if part.startswith(f"{name}.")]
     end = min((at for at, _ in called if inside and at > inside[-1]), default=len(seen.events))
@@ -103,7 +103,7 @@ def _added_again(seen: Trace, places: list[int], end: int) -> bool:
 
 
 def _feeds(seen: Trace, source: int, reader: int) -> bool:
-    """Whether an event reads what another made, or what others made of it."""
+    """Whether an event reads a result of another, directly or through others."""
     reached: set[int] = set()
     for at in range(source, reader):
         event = seen.events[at]

@@ -1,7 +1,7 @@
-"""Which tensors of a forward are made of data, and which of weights and constants alone.
+"""Distinguish tensors of a forward that depend on data from those computed from weights and constants alone.
 
-Autograd does not tell: beside a weight it knows nothing of what needs no gradient, be it a number, a buffer or a batch.
-So a forward is watched operation by operation. What it meets and has not made is data, unless it is known to be fixed.
+Autograd does not show it: beside weights, it ignores what needs no gradient, be it a number, a buffer or a batch. So
+the operations of a forward are observed. An unknown tensor is data, unless it is known to be fixed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from penstock.model import tree
 
 
 class Made(NamedTuple):
-    """Of which weights, by which operation. Of none: a constant."""
+    """The weights and the operation that a tensor was computed from; a constant has no weights."""
 
     weights: frozenset[nn.Parameter]
     by: str
 
 
 class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Of the tensors of one forward, by storage: a weak reference keeps its number from being given to another one."""
+    """The origins of the tensors of one forward, by storage; a weak reference keeps its identity from being reused."""
 
     def __init__(self, weights: Iterable[nn.Parameter], constants: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,14 +36,14 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(weight, Made(frozenset((weight,)), ""))
 
     def of(self, tensor: torch.Tensor) -> Made | None:
-        """None for data and what is made of it. A single number that nobody has made is a plain one."""
+        """Return a tensor's origin; None for data and results of it. An unknown scalar counts as a constant."""
         plain = None if tensor.dim() else Made(frozenset(), "")
         return self.known.get(_storage(tensor), plain) if _has_storage(tensor) else Made(frozenset(), "")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # these are no functions that the model calls
+        with torch._C.DisableTorchFunction():  # these are not calls of the model
             given = [self.of(tensor) for tensor in tree.tensors((args, kwargs))]
             result = func(*args, **(kwargs or {}))
             made = _joined(given, func._overloadpacket.__name__)

@@ -1,7 +1,7 @@
-"""A loss must be made of what the last stage has: the model's result and the target.
+"""Check that a loss is computed from what the last stage has: the model's result and the target.
 
-One that reads what modules have kept on the side (a balance loss, on an attribute or in a list) finds there what
-another micro-batch has left, or on another rank nothing at all. The first step looks for it.
+A loss that reads attributes of modules (a balance loss, in a list or an attribute) would find those of another
+micro-batch, or none on another rank. The first step checks for it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ _ADVICE = "return what the loss needs from the model's forward, and take it from
 
 
 def next_node() -> int:
-    """A number that is less than those of all nodes which this thread will add to a graph."""
+    """Return a number below those of all graph nodes that this thread will create."""
     node = torch.zeros((), requires_grad=True).clone().grad_fn
     assert node is not None
     return int(node._sequence_nr())
 
 
 def own_loss(find: Callable[[], Any], since: int, given: Any, others: dict[tuple[int, str], str]) -> Any:
-    """What `find` finds, if it is made of what is at hand: of a graph that was begun after `since`, and of what was
-    given. `others`: attributes that the forwards of other stages set, by module and name, and what to call them.
+    """Call `find` and return its result, or raise if it is not computed from `given` in a graph begun after `since`.
+
+    `others`: attributes that the forwards of other stages set, by module and name, and their description.
     """
     with _unread(others):
         found = find()

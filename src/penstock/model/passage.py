@@ -1,4 +1,5 @@
-"""What the stages of one micro-batch tell each other besides tensors, and what a result holds where none could."""
+"""Facts that the stages of one micro-batch exchange besides tensors, and the placeholder for results that they cannot
+exchange."""
 
 from __future__ import annotations
 
@@ -10,31 +11,56 @@ import torch
 from penstock.errors import SplitError
 from penstock.model.trace import Trace
 
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass
+class Common:
+    """Results of events by their numbers, for all walks that would compute the same, and the shapes they go by: those
+    that open code has asked of what modules made."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    shapes: dict[int, Shape] = field(default_factory=dict)  # by value
+
+    def goes_by(self, value: int, shape: Shape) -> bool:
+        """Whether the results are those of a forward in which a value has this shape."""
+        return self.shapes.setdefault(value, shape) == shape
+
 
 @dataclass
 class Passage:
-    """What one micro-batch's stages tell each other besides tensors: what open code asks of them, and plain results."""
+    """Facts that the stages of one micro-batch exchange besides tensors: shapes that open code asks for, and plain
+    results."""
 
-    shapes: dict[int, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)  # by value
+    shapes: dict[int, Shape] = field(default_factory=dict)  # by value
     plain: dict[int, Any] = field(default_factory=dict)  # by event: its result, with empty tensors in it
     grads: dict[int, bool] = field(default_factory=dict)  # by value: whether it needs a gradient, where the trace errs
-    common: dict[int, Any] = field(default_factory=dict)  # by event: its result, for stages of the same process
+    common: Common = field(default_factory=Common)  # of this micro-batch, for stages of the same process
+    fixed: Common = field(default_factory=Common)  # what it has in common with other micro-batches of its batch, too
+
+    def tell(self, value: int, shape: Shape) -> None:
+        """Note the shape of a value. What others have computed with another one is no use from here on."""
+        self.shapes[value] = shape
+        if not self.common.goes_by(value, shape):
+            self.common = Common(shapes={**self.common.shapes, value: shape})
+        if not self.fixed.goes_by(value, shape):
+            self.fixed = Common(shapes={**self.fixed.shapes, value: shape})
 
     @staticmethod
     def of(seen: Trace) -> Passage:
-        """What the stages of a traced forward would have told each other."""
+        """Return the facts that the stages of a traced forward would have exchanged."""
         asked = {v: (value.shape, value.dtype) for v, value in enumerate(seen.values) if value.asked}
         return Passage(asked, {at: seen.results[at] for at, event in enumerate(seen.events) if event.talks})
 
 
 class Withheld:
-    """In place of an object in the model's result that several stages filled, of which no stage has all."""
+    """A placeholder for an object in the model's result that several stages filled, so that no stage has all of it."""
 
     def __init__(self, kind: type) -> None:
         self.__dict__["kind"] = kind
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and printing are no use of it
+        if name.startswith("__"):  # copying and printing are allowed
             raise AttributeError(name)
         raise SplitError(
             "results made of tensors",

@@ -1,4 +1,4 @@
-"""One way through a model: its trace, where stages begin in it, and what crosses between them."""
+"""A path through a model: its trace, the begins of its stages, and the values sent between them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ MANY = 4096  # sizes of inputs to remember
 
 @dataclass(frozen=True)
 class Path:
-    """One way through the model: its trace, where stages begin in it, and what crosses."""
+    """A path through a model: its trace, the begins of its stages, and the values sent between them."""
 
     trace: Trace
     starts: tuple[int, ...]
-    incoming: tuple[dict[int, int], ...]  # by stage: value -> the stage that makes it
+    incoming: tuple[dict[int, int], ...]  # by stage: value -> the stage that computes it
     outgoing: tuple[frozenset[int], ...]
     changed: tuple[frozenset[int], ...]  # by stage: incoming values that it changes in place
-    sizes: dict[Any, Passage] = field(default_factory=dict)  # of inputs known to take it, and what was then told
-    states: dict[int, State] = field(default_factory=dict)  # of the modules that each stage runs
-    calls: dict[int, bool] = field(default_factory=dict)  # which stages are one call and nothing else
-    numbers: set[Any] = field(default_factory=set)  # on open modules, with which inputs are known to take it
+    sizes: dict[Any, Passage] = field(
+        default_factory=dict
+    )  # sizes of inputs known to take it, and the facts exchanged for them
+    states: dict[int, State] = field(default_factory=dict)  # state of the modules that each stage runs
+    calls: dict[int, bool] = field(default_factory=dict)  # whether a stage is a single call
+    numbers: set[Any] = field(default_factory=set)  # numbers on open modules for which inputs are known to take it
 
     def span(self, stage: int) -> tuple[int, int]:
         ends = (*self.starts[1:], len(self.trace.events))
         return self.starts[stage], ends[stage]
 
     def is_one_call(self, stage: int) -> bool:
-        """Whether a stage is one call and nothing else, from one tensor to one tensor."""
+        """Whether a stage is a single call, from one tensor to one tensor."""
         known = self.calls.get(stage)
         if known is None:
             known = self.calls[stage] = self._looks_like_one_call(stage)
@@ -70,7 +72,7 @@ class Path:
 
     @cached_property
     def routes(self) -> tuple[dict[int, tuple[int, ...]], ...]:
-        """By the stage that makes them: values by the stage that reads them."""
+        """By the stage that computes them: values by the stage that reads them."""
         found: tuple[dict[int, tuple[int, ...]], ...] = tuple({} for _ in self.incoming)
         for stage, values in enumerate(self.incoming):
             for value, source in values.items():
@@ -83,7 +85,7 @@ class Path:
 
     @cached_property
     def layer_inputs(self) -> frozenset[int]:
-        """Inputs that layers of the last stage take; it may use others, as labels, for a loss alone."""
+        """Inputs read by layers of the last stage; it may use others, such as labels, for a loss alone."""
         origins: dict[int, frozenset[int]] = {}
         found: set[int] = set()
         for at, event in enumerate(self.trace.events):
@@ -98,12 +100,12 @@ class Path:
 
     @cached_property
     def crossing(self) -> dict[int, int]:
-        """Values that cross between stages, by the names that all processes know them by."""
+        """Values that are sent between stages, by the names that are equal in all processes."""
         keys = self.trace.values
         return {keys[value].key: value for values in self.incoming for value in values}
 
     def describe(self, value: int) -> str:
-        """A value in words: the event that made it, and where that is called."""
+        """Return a description of a value: the event that computed it, and where that is called."""
         event = self.trace.events[self.trace.values[value].made_by]
         return f"the result of {event.name!r} at {event.line}"
 
@@ -111,10 +113,11 @@ class Path:
 def path_through(
     seen: Trace, cuts: list[tuple[str, int]], homes: Mapping[str, int], edges: tuple[tuple[int, int], ...]
 ) -> Path:
-    """A forward cut at the n-th calls of modules; refused where stages could not do together what it does across a cut.
+    """Return the path of a forward that is cut at the n-th calls of modules; raise where stages could not do together
+    what it does across a cut.
 
-    A value gets from one stage to another straight where they exchange data on the example's path, whose edges these
-    are, else from neighbour to neighbour: a schedule has transfers for the example's edges alone.
+    A value is sent directly to another stage if the example's path has that edge (`edges`), else from neighbour to
+    neighbour: a schedule has transfers for the example's edges alone.
     """
     starts = starts_of(seen, cuts, homes)
     for reason in filter(None, (refusal(seen, cut) for cut in starts[1:] if 0 < cut < len(seen.events))):
@@ -148,9 +151,9 @@ def _ways(source: int, reader: int, edges: tuple[tuple[int, int], ...]) -> list[
 
 
 def starts_of(seen: Trace, cuts: list[tuple[str, int]], homes: Mapping[str, int]) -> tuple[int, ...]:
-    """The event at which each stage begins, for cuts at the n-th calls of modules.
+    """Return the event at which each stage begins, for cuts at the n-th calls of modules.
 
-    On a path that leaves such a module out, as layers are that drop themselves, the stage begins at the first module of
+    On a path that leaves such a module out, as with layers that are dropped, the stage begins at the first module of
     its own or of a later stage; `homes` are the stages of modules, where they are known from another path.
     """
     starts = [0]

@@ -1,4 +1,4 @@
-"""Where the smallest pieces of a model that are worth a stage begin."""
+"""Find where the smallest useful stages of a model begin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _LIGHT = frozenset(f"torch.nn.modules.{name}" for name in ("activation", "dropou
 
 
 def piece_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], Trace | None]:
-    """The modules at which pieces begin, in order; and its trace, if cuts at all of them open the same."""
+    """Return the modules at which pieces begin, in order; and the trace, if cuts at all of them open the same
+    modules."""
     opened, seen = _opened(model, args, kwargs)
     parts = [event.name for event in seen.events if is_part(event)]
     names = parts[:1] + [seen.events[at].name for at in _beginnings(model, seen)]
@@ -31,7 +32,7 @@ def _beginnings(model: nn.Module, seen: Trace) -> list[int]:
 
 
 def _candidates(model: nn.Module, seen: Trace) -> list[int]:
-    """The events at which the second, third, ... piece would begin: first calls of modules."""
+    """Return the events at which the second, third, ... piece could begin: first calls of modules."""
     far, parted = _called_from_afar(model), _parted_hooks(model, seen)
     met: set[str] = set()
     found, begun = [], False
@@ -47,19 +48,19 @@ def _candidates(model: nn.Module, seen: Trace) -> list[int]:
 
 
 def _is_light(module: nn.Module) -> bool:
-    """An activation, a dropout, a pooling: it has no weights and gives no more than it takes, so it goes with the piece
-    before it."""
+    """Whether a module is an activation, a dropout or a pooling: it has no weights and its output is no larger than its
+    input, so it belongs to the piece before it."""
     return type(module).__module__ in _LIGHT and next(module.parameters(), None) is None
 
 
 def _spoils(seen: Trace, at: int) -> bool:
-    """Whether an event changes in place what came before: a cut there would cost a copy."""
+    """Whether an event changes an earlier value in place: a cut there would cost a copy."""
     event = seen.events[at]
     return not event.free and any(seen.values[before].made_by >= 0 for before, _ in event.changes)
 
 
 def _called_from_afar(model: nn.Module) -> set[str]:
-    """Modules that several others hold: a cut named after one opens only those around its first name."""
+    """Return modules that several others hold: a cut named after one opens only the modules around its first name."""
     homes: dict[int, set[str]] = {}
     names: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -69,7 +70,7 @@ def _called_from_afar(model: nn.Module) -> set[str]:
 
 
 def _parted_hooks(model: nn.Module, seen: Trace) -> set[int]:
-    """Events before which a cut would part the uses of a parameter that has a hook."""
+    """Return the events before which a cut would separate the uses of a parameter that has a hook."""
     every = dict(model.named_parameters(remove_duplicate=False))
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     hooked = [
@@ -79,7 +80,8 @@ def _parted_hooks(model: nn.Module, seen: Trace) -> set[int]:
 
 
 def _opened(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[frozenset[str], Trace]:
-    """All that should be open, and the trace with it: as a rule the first, as traces of large models take time."""
+    """Return the modules to open, and the trace with them open. Usually one trace suffices, as traces of large models
+    take time."""
     closed: frozenset[str] = frozenset()
     while True:
         opened = to_open(model, closed)
@@ -97,7 +99,7 @@ def _opened(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _step_by_step(
     model: nn.Module, closed: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[frozenset[str], Trace]:
-    """The same where something cannot be opened, or forbids cuts around it once it is: that stays closed."""
+    """Return the same where some module cannot be opened, or forbids cuts once it is open: it stays closed."""
     opened = frozenset({""})
     seen = trace(Layout(model, opened), args, kwargs)
     while further := next_to_open(model, opened, closed):
@@ -111,7 +113,7 @@ def _step_by_step(
 
 
 def _wider(model: nn.Module, seen: Trace, opened: frozenset[str], args: tuple[Any, ...], kwargs: Any) -> Trace | None:
-    """A trace with more modules open, or None where places for cuts would be lost by it."""
+    """Return a trace with more modules open, or None where that would lose places for cuts."""
     try:
         wider = trace(Layout(model, opened), args, kwargs)
     except SplitError:

@@ -1,4 +1,4 @@
-"""Making a trace: a walk that runs every event and notes what it read, made, changed and used."""
+"""Record a trace: a walk that runs every event and records what it reads, computes, changes and uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.model.fakes import HOME, is_fake
 from penstock.model.materialise import is_weightless
 from penstock.model.naming import alike, name_of, places, settle_names
 from penstock.model.seeding import draws, host_draws, mixed, set_draws, torch_seeded
-from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow
+from penstock.model.trace import DATA, HOOKS, Event, Note, Trace, Value, answer, hollow, is_fixed
 from penstock.model.untouched import copied, no_side_effects, untouched
 from penstock.model.walk import Layout, Walk, users_line
 from penstock.model.written import Written, place
@@ -33,10 +33,10 @@ from penstock.model.written import Written, place
 def trace(
     layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int = 0, weights: bool = True
 ) -> Trace:
-    """Run the model once on an example and write it down. Nothing of the model or the random state is changed.
+    """Run the model once on an example and return the trace. The model and the random state are not changed.
 
-    Random numbers that open code draws depend on `chance`. Without `weights`, or where some are missing, stand-ins take
-    the places of all: every process then traces alike.
+    Random numbers that open code draws depend on `chance`. Without `weights`, or where some are missing, all are
+    replaced by stand-ins, so that every process records the same trace.
     """
     given = tree.tensors((args, kwargs))
 
@@ -73,7 +73,7 @@ def _recorded(layout: Layout, inputs: Any, chance: int, saving: AbstractContextM
 
 
 class _UnsavedError(Exception):
-    """A trace keeps nothing for a backward: it would be the whole model's memory, for nobody."""
+    """A backward during a trace, which saves no tensors for it, as they would take the memory of the whole model."""
 
 
 def _unsaved(_: None) -> torch.Tensor:
@@ -86,12 +86,14 @@ _FILLS = frozenset(
 
 
 class _Recorder(Walk):
+    """The walk that records a trace."""
+
     def __init__(self, layout: Layout, inputs: Any, counter: Operations, chance: int) -> None:
         super().__init__(layout)
         self.counter, self.chance = counter, chance
         self.host = host_draws(chance)
-        self.drawn: Counter[int] = Counter()  # events with random numbers, by what they are alike in
-        # weights that are stand-ins of one row each
+        self.drawn: Counter[int] = Counter()  # number of events with random numbers, by their common name
+        # whether weights are stand-ins of one expanded row
         self.repeated = any(not is_fake(p) and 0 in p.stride() and p.numel() > 1 for p in layout.model.parameters())
         self.effects = no_side_effects(self, lambda: len(self.events), self.state_read)
         self.events: list[Event] = []
@@ -99,19 +101,19 @@ class _Recorder(Walk):
         self.results: list[Any] = []
         self.quiet: set[str] = set()
         self.notes: dict[str, list[Note]] = {"hooks": [], "looks": [], "sides": []}
-        self.kept: list[Any] = []  # alive, so that no identity is used twice
-        self.known: dict[int, int] = {}  # identity of a tensor -> its value
-        self.memory: dict[int, dict[int, torch.Tensor]] = {}  # storage -> tensors in it, by identity
-        # tensors that live on though no event returned them, and the event inside which each was made
+        self.kept: list[Any] = []  # kept alive, so that no id() is reused
+        self.known: dict[int, int] = {}  # id() of a tensor -> its value
+        self.memory: dict[int, dict[int, torch.Tensor]] = {}  # storage -> tensors in it, by id()
+        # tensors that outlive the event that made them though it did not return them, and that event
         self.born: MutableMapping[torch.Tensor, int] = WeakTensorKeyDictionary()
         self.answers: list[Any] = []
         self.decided = 0
         self.watch = _Inside(self)
-        self.given: set[int] = set()  # of the running event
+        self.given: set[int] = set()  # ids of the running event's arguments
         self.used: set[str] = set()  # parameters and buffers that the running event used
         self.constants: set[int] = set()
-        self.generators: dict[torch.Generator, torch.Tensor] = {}  # that were drawn from, and their states before
-        self.own = False  # the running event drew from one of them
+        self.generators: dict[torch.Generator, torch.Tensor] = {}  # generators used, and their states before
+        self.own = False  # whether the running event used one of them
         for tensor, where in zip(tree.tensors(inputs), places(inputs), strict=True):
             self.add(tensor, -1, True, name_of("input", where))
         self.inputs = len(self.values)
@@ -133,7 +135,8 @@ class _Recorder(Walk):
         return len(self.values) - 1
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The value of a tensor; one that no event returned is a constant, or was kept on the side by an event."""
+        """Return the value of a tensor. A tensor that no event returned is a constant, or was kept by an event on the
+        side."""
         value = self.known.get(id(tensor))
         if value is not None:
             return value
@@ -185,7 +188,7 @@ class _Recorder(Walk):
         changed = [t for t, version in zip(given, versions, strict=True) if _version(t) != version]
         made = list(tree.tensors(result))
         if not made and not changed and not atom:
-            self.looked(name, given, result)
+            self.looked(name, (args, kwargs), given, result)
             return result
         drew = self.own or not all(map(torch.equal, drawn, draws()))
         seed = None
@@ -206,32 +209,33 @@ class _Recorder(Walk):
         return result
 
     def called(self, tensor: torch.Tensor) -> object:
-        """The name of a tensor that an event is given."""
+        """Return the name of a tensor among an event's arguments."""
         name = self.layout.parameters.get(id(tensor))
         return self.values[self.number(tensor)].key if name is None else name
 
     def is_free(self, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-        """Whether what a function made depends on nothing but inputs."""
+        """Whether a function's result depends on nothing but inputs."""
         return all(self.values[self.number(t)].free for t in given) and not any(t.requires_grad for t in made)
 
     def sharing(self, changed: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that show a change in place: all in the same memory."""
+        """Return the tensors changed by changes in place: all in the same memory."""
         shared = {id(t): t for one in changed for t in self.memory.get(place(one), {id(one): one}).values()}
         return list(shared.values())
 
     def is_own(self, tensor: torch.Tensor) -> bool:
-        """Whether every stage has made a tensor for itself, in memory that nothing else shows, so it may change it."""
+        """Whether every stage has its own copy of a tensor, in memory that nothing else shares, so that it may change
+        it."""
         value = self.values[self.number(tensor)]
         mine = value.free and value.made_by >= 0 and tensor.layout is torch.strided
-        return mine and tensor.untyped_storage().resizable()  # numpy's memory is not
+        return mine and tensor.untyped_storage().resizable()  # memory of NumPy is not
 
     def apart(self, result: Any, changed: list[torch.Tensor]) -> Any:
-        """The result of an atom, in which what it returns as it was given is a value of its own: the next time it may
-        return something else, and later stages must not take the one for the other."""
+        """Return the result of an atom with returned arguments as values of their own: next time it may return
+        something else, and later stages must not confuse the two."""
         same = self.given - {id(tensor) for tensor in changed}
         return tree.replace(result, lambda t: torch.ops.aten.alias(t) if id(t) in same else t)
 
-    def looked(self, name: str, given: list[torch.Tensor], result: Any) -> None:
+    def looked(self, name: str, arguments: Any, given: list[torch.Tensor], result: Any) -> None:
         """A function that made nothing."""
         self.quiet.add(name)
         short = name.rsplit(".", 1)[-1]
@@ -239,7 +243,7 @@ class _Recorder(Walk):
             raise SplitError(
                 "no hook put on a parameter by code that every stage runs", f"one at {users_line()}", "do it once"
             )
-        if short in DATA:
+        if short in DATA and not is_fixed(self.values, [self.known.get(id(t)) for t in tree.tensors(arguments)]):
             self.answers.append(answer(result))
             self.decided = len(self.events)
         for value in map(self.number, given):
@@ -271,6 +275,9 @@ class _Recorder(Walk):
             self.known[id(t)] if id(t) in self.known else self.add(t, at, free, name_of(event.alike, place))
             for t, place in named
         )
+        if free and event.seed is None and not changes and not any(self.used):
+            for value in makes if all(self.values[value].fixed for value in reads) else ():
+                self.values[value].fixed |= self.values[value].made_by == at
         self.events.append(
             replace(
                 event,
@@ -288,7 +295,7 @@ class _Recorder(Walk):
         self.results.append(self.layout.hollow(result))
 
     def region(self) -> int | None:
-        """The user's checkpoint around open code: what it keeps is recomputed as a whole."""
+        """Return the user's checkpoint around open code, which is recomputed as a whole."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
             return None
@@ -313,14 +320,14 @@ class _Recorder(Walk):
             return super().native(call, args, kwargs)
 
     def made_inside(self, result: Any) -> Any:
-        """Note what was made inside the running event."""
+        """Record tensors that were created inside the running event."""
         for tensor in tree.tensors(result):
             if id(tensor) not in self.known and tensor not in self.born:
                 self.born[tensor] = len(self.events)
         return result
 
     def met_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a function is given a generator of the user's."""
+        """Whether a function has a generator of the user's among its arguments; record it."""
         found = [part for part in (*args, *kwargs.values()) if isinstance(part, torch.Generator)]
         for generator in found:
             self.generators.setdefault(generator, generator.get_state())
@@ -328,7 +335,7 @@ class _Recorder(Walk):
         return bool(found)
 
     def used_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what the running event used without having been given it."""
+        """Record tensors that the running event used though they are not among its arguments."""
         self.met_generators(args, kwargs)
         tensors = tree.tensors((args, kwargs))
         self.counter.written.used(tensors)
@@ -340,13 +347,13 @@ class _Recorder(Walk):
                 maker = self.values[self.known[id(tensor)]].made_by if id(tensor) in self.known else None
                 maker = self.born.get(tensor) if maker is None else maker
                 if maker is not None and 0 <= maker < len(self.events) and not self.events[maker].free:
-                    self.given.add(id(tensor))  # noted once
+                    self.given.add(id(tensor))  # recorded once
                     if id(tensor) not in self.known:
                         self.add(tensor, maker, False, name_of("aside", self.events[maker].alike))
                     self.note("sides", "a tensor", self.known[id(tensor)])
 
     def state_read(self, made_by: int) -> None:
-        """Something read what an event has kept on a module: a value that cannot be sent."""
+        """Record that code read an attribute that an event has set on a module: a value that cannot be sent."""
         if made_by < len(self.events):
             self.values.append(Value(made_by, False, False, 0, 0, (), torch.uint8, 0))
             self.note("sides", "an attribute", len(self.values) - 1)
@@ -388,13 +395,13 @@ class _Recorder(Walk):
         )
 
     def settle_buffers(self) -> None:
-        """A buffer that the forward changes is not the same on every stage: what is computed from it is not free."""
+        """Mark results of buffers that the forward changes as not free: they differ between stages."""
         kept = {
             f"{name}.{buffer}".lstrip(".")
             for name, module in self.layout.model.named_modules()
             if is_deferred(module)
             for buffer, _ in module.named_buffers(recurse=False)
-        }  # batch statistics are moved by the step, not by the forward
+        }  # batch statistics are updated by the step, not by the forward
         changed = {name for name, b in self.buffers.items() if _version(b) != self.versions[name]}
         for at, event in enumerate(self.events):
             touched = tuple(name for name in event.buffers if name in changed)
@@ -405,7 +412,7 @@ class _Recorder(Walk):
             self.events[at] = replace(event, buffers=tuple(n for n in touched if n not in kept), free=free)
 
     def holds(self, leaf: Any, depth: int = 4) -> bool:
-        """Whether an object that is no container holds tensors that events made."""
+        """Whether an object that is no container holds tensors that events computed."""
         if isinstance(leaf, torch.Tensor):
             value = self.known.get(id(leaf))
             return leaf in self.born or (value is not None and not self.values[value].free)
@@ -420,7 +427,7 @@ class _Recorder(Walk):
 
 
 class _Inside(TorchFunctionMode):
-    """Sees the torch functions inside events, which a trace does not record one by one."""
+    """A mode that observes the torch functions inside events, which a trace does not record one by one."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -436,7 +443,8 @@ class _Inside(TorchFunctionMode):
 
 
 def _overwrites(name: str) -> bool:
-    """Whether a function fills a tensor with random numbers, whatever was in it: a second call does the same."""
+    """Whether a function fills a tensor with random numbers, independently of its content, so that it can be
+    repeated."""
     return name.rsplit(".", 1)[-1] in _FILLS
 
 

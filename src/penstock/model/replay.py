@@ -1,7 +1,7 @@
-"""One stage's part of a forward: its own events run, earlier ones are skipped, and at its end the rest is left out.
+"""One stage's part of a forward: it runs its own events, skips earlier ones, and leaves the forward at its end.
 
-Skipped events hand the code around them stand-ins: tensors of the right shape and type that hold nothing. What an
-earlier stage made and this one needs is handed out for real in their place.
+Skipped events return stand-ins to the code around them: tensors of the right shape and type without memory. Where this
+stage needs a value of an earlier one, the received tensor is returned instead.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.additions import Place, add, added, list_lengths
-from penstock.model.passage import Passage, Withheld
+from penstock.model.passage import Common, Passage, Withheld
 from penstock.model.seeding import draws, host_draws, mixed, torch_seeded
-from penstock.model.trace import DATA, HOOKS, Event, Trace, answer, stands_for
-from penstock.model.walk import Layout, Walk, users_line
+from penstock.model.trace import DATA, HOOKS, Event, StandIn, Trace, answer, is_fixed, stands_for
+from penstock.model.walk import Layout, Walk, function_name, transform_level, users_line
 
 _NOTHING = nullcontext()
-_DEVICE = "torch.Tensor.device.__get__"  # every stage has the same; a trace of fake weights does not see who asks
+_DEVICE = "torch.Tensor.device.__get__"  # equal on every stage; a trace with fake weights does not observe it
 
 
 class PathChangedError(SplitError):
-    """The forward met another event than the trace says. The path is forgotten: the same step, tried again, is traced
-    afresh, if all weights are at hand."""
+    """The forward reached another event than its trace. The path is forgotten: if all weights are in this process, the
+    next attempt at the step traces it again."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -36,11 +37,12 @@ class PathChangedError(SplitError):
 
 
 class Done(BaseException):
-    """The stage's last event is over: leave the forward. Not an Exception, so that no user's handler keeps it."""
+    """Raised after the stage's last event to leave the forward. Not an Exception, so that no handler of the user's
+    catches it."""
 
 
 class Replay(Walk):
-    """Runs events `first` to `last` of a trace."""
+    """A walk that runs events `first` to `last` of a trace."""
 
     def __init__(
         self,
@@ -56,34 +58,35 @@ class Replay(Walk):
         strict: bool = False,
         rolls: bool = False,
         last: bool = True,
-        common: dict[int, Any] | None = None,
     ) -> None:
         super().__init__(layout)
         self.last = last  # the model's result is wanted
-        self.common = {} if common is None else common
         self.strict = strict  # nothing but a question: do these inputs take this path?
         self.chance = chance  # what random numbers that open code draws depend on
         self.host = host_draws(chance) if rolls or plan.rolls else None
         self.rolled = False
-        self.stop = span[1] if stop is None else stop  # the event at which to leave
+        stop = span[1] if stop is None else stop  # the event at which to leave
+        self.leave = stop if stop < len(plan.events) else stop + 1
         self.plan, self.span, self.wanted, self.passage = plan, span, wanted, passage
-        self.names = plan.names
+        self.names, self.lone, self.looks_at_tensors = plan.names, plan.lone, plan.looks_at_tensors
+        self.absent = plan.before(span[0])  # but for what is received
         self.received = dict(received)
-        self.around = around  # entered for each atom, not for open code, whose functions must keep their names
+        self.around = around  # entered for each atom, not for open code, whose functions are identified by name
         self.at = 0
+        self._share()
         self.made: dict[int, torch.Tensor] = {}  # values that later stages need
-        self.value: dict[int, int] = {}  # identity of a tensor met so far -> its value
-        self.tensor: dict[int, torch.Tensor] = {}  # value -> the tensor that open code holds; keeps it alive
-        self.answers: list[Any] = []  # of looks at data
-        self.constants: list[torch.Tensor] = []  # made by functions that the trace did not meet
+        self.value: dict[int, int] = {}  # id() of a known tensor -> its value
+        self.tensor: dict[int, torch.Tensor] = {}  # value -> the tensor that open code holds, kept alive
+        self.answers: list[Any] = []  # results of functions that read data
+        self.constants: list[torch.Tensor] = []  # results of functions that the trace does not contain
         self.device = torch.device("cpu")
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the forward on the last stage, None on the others (their values are in `made`)."""
+        """Return the result of the forward on the last stage, None on others (their values are in `made`)."""
         if self.span[1] == 0:
             return None
         args, kwargs = self.meet_inputs((args, kwargs))
-        self.made.update((value, t) for value, t in self.received.items() if value in self.wanted)  # handed on
+        self.made.update((value, t) for value, t in self.received.items() if value in self.wanted)  # to be sent on
         try:
             result = self.forward(args, kwargs)
         except Done:
@@ -102,7 +105,7 @@ class Replay(Walk):
                 self.rolled = self.host.moved
 
     def meet_inputs(self, inputs: Any) -> Any:
-        """Number the inputs and buffers as the trace did; an input that the forward changes is this stage's own."""
+        """Number the inputs and buffers as in the trace; copy inputs that the forward changes."""
         if self.plan.inputs:
             numbers = iter(range(len(self.plan.values)))
             own = self.plan.inputs
@@ -116,7 +119,7 @@ class Replay(Walk):
         return inputs
 
     def given_back(self, result: Any) -> Any:
-        """The model's result, which must hold what its trace's did."""
+        """Return the model's result, after checking that it holds the same values as the trace's."""
         fixed = self.layout.is_parameter
         held = tuple(-1 if fixed(t) else self.value.get(id(t)) for t in tree.tensors(result))
         loose = {note.value for note in self.plan.sides} | {-1}
@@ -143,7 +146,7 @@ class Replay(Walk):
         self.value[id(tensor)] = value
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, or what was received in place of a stand-in."""
+        """Return the tensor, or the received one in place of a stand-in."""
         value = self.value.get(id(tensor))
         if value is None:
             return tensor
@@ -159,8 +162,51 @@ class Replay(Walk):
 
     def empty(self, value: int) -> bool:
         """Whether open code holds a stand-in for a value."""
-        held = self.plan.values[value]
-        return 0 <= held.made_by < self.span[0] and not held.free and value not in self.received
+        return value in self.absent and value not in self.received
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The same as any walk's, at once for the two things that open code does most: it asks for shapes, and computes
+        what another stage of this process has computed."""
+        if not self.inside and transform_level() is None:
+            name, at = function_name(func), self.at
+            if name == self.names[at]:
+                value = self.lone.get(at)
+                shared = None if value is None else self.common.get(at, self.fixed.get(at))
+                if value is not None and type(shared) is torch.Tensor and at < self.leave:
+                    self.at = at + 1
+                    self.tensor[value] = shared
+                    self.value[id(shared)] = value
+                    return shared
+            elif name in self.looks_at_tensors and len(args) == 1:
+                number = self.value.get(id(args[0]))
+                if number is None or self.received.get(number) is args[0]:
+                    return func(*args)
+                if number not in self.received and (number not in self.absent or self.tells(name, number)):
+                    return func(*args)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def tells(self, name: str, value: int) -> bool:
+        """Whether a stand-in has the answer to a look at it."""
+        return self.looks_at_tensors[name] and self.plan.values[value].asked
+
+    def met(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same as any walk's, at once for a call that is skipped and has one tensor for a result."""
+        at = self.at
+        value = self.plan.skipped_at_once.get(at)
+        first, last = self.span
+        if value is None or first <= at < last or at >= self.leave or self.strict or self.names[at] != name:
+            return super().met(name, module, args, kwargs)
+        tensor = self.received.get(value)
+        if tensor is None:
+            known = self.plan.stand_ins.get(value)
+            if known is None or known.told != self.passage.shapes.get(value) or value in self.tensor:
+                return super().met(name, module, args, kwargs)
+            tensor = known.tensor
+        self.at = at + 1
+        self.meet(tensor, value)
+        return tensor
 
     def atom(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.names[self.at] != name:
@@ -180,12 +226,13 @@ class Replay(Walk):
         return PathChangedError(f"{name} at {users_line()}, where the trace has {self.names[self.at] or 'the end'}")
 
     def is_constant(self, given: Any) -> bool:
-        """Whether something depends on inputs and constants alone, which every stage has."""
+        """Whether arguments depend on inputs and constants alone, which every stage has."""
         values = [self.value.get(id(t)) if not self.layout.is_parameter(t) else -1 for t in tree.tensors(given)]
         return all(value is None or (value >= 0 and self.plan.values[value].free) for value in values)
 
     def constant(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function that the trace did not meet, because a cache of the user's had its result: each stage runs it."""
+        """Run a function that the trace does not contain because the user's code had cached its result. Each stage runs
+        it."""
         drawn = draws()
         result = self.native(call, args, kwargs)
         made = tree.tensors(result)
@@ -196,12 +243,9 @@ class Replay(Walk):
 
     def look(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that makes nothing: shapes, types, devices; or a value, which only a tensor that is here has."""
-        if name.endswith(".__get__") and len(args) == 1:  # nearly all
-            value = self.value.get(id(args[0]))
-            if value is None or not (self.empty(value) or value in self.received):
-                return self.native(call, args, kwargs)
         short = last_word(name)
-        values = [self.value[id(t)] for t in tree.tensors((args, kwargs)) if id(t) in self.value]
+        given = [self.value.get(id(t)) for t in tree.tensors((args, kwargs))]
+        values = [value for value in given if value is not None]
         if short in HOOKS and any(self.plan.values[v].made_by < self.span[0] for v in values):
             return _Handle()  # the stage that makes the tensor has put the hook on it
         if short in HOOKS and not torch.is_grad_enabled():
@@ -211,7 +255,7 @@ class Replay(Walk):
         if self.received:
             args, kwargs = tree.replace((args, kwargs), self.real)
         result = self.native(call, args, kwargs)
-        if short in DATA:
+        if short in DATA and not is_fixed(self.plan.values, given):
             self.answers.append(answer(result))
         return result
 
@@ -239,7 +283,7 @@ class Replay(Walk):
     def event(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at = self.at
         first, last = self.span
-        if at >= self.stop and self.stop < len(self.plan.events):
+        if at >= self.leave:
             raise Done
         self.at += 1
         event = self.plan.events[at]
@@ -253,9 +297,10 @@ class Replay(Walk):
         self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What depends on nothing but inputs: the first stage of a process computes it, the others take it."""
-        found = self.common.get(at)
+        results = self.fixed if at in self.plan.fixed else self.common
+        found = results.get(at)
         if found is None:
-            found = self.common[at] = self.act(at, event, call, args, kwargs)
+            found = results[at] = self.act(at, event, call, args, kwargs)
         elif type(found) is torch.Tensor and len(event.makes) == 1:
             self.meet(found, event.makes[0])
         else:
@@ -264,6 +309,19 @@ class Replay(Walk):
             for tensor, value in zip(made, event.makes, strict=True):
                 self.meet(tensor, value)
         return found
+
+    def _share(self) -> None:
+        """Take the results that this walk has in common with others."""
+        self.common, self.fixed = self.passage.common.results, self.passage.fixed.results
+
+    def computed(self) -> Common:
+        """Results that other walks on the same inputs may share: of no inputs that this one has made copies of, to
+        change them, and without a history."""
+        if self.plan.inputs:
+            return Common()
+        every = {**self.common, **self.fixed}
+        results = {at: r for at, r in every.items() if not any(t.requires_grad for t in tree.tensors(r))}
+        return Common(results, dict(self.passage.shapes))
 
     def act(
         self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -275,7 +333,7 @@ class Replay(Walk):
             self.changed(before, after)
         if event.atom:
             result = self.apart(event, result, args, kwargs)
-        if type(result) is torch.Tensor and len(event.makes) == 1:  # nearly all
+        if type(result) is torch.Tensor and len(event.makes) == 1:  # the usual case
             self.keep(result, event.makes[0])
             return result
         whole = (result, self.added(event, (args, kwargs), lengths)) if event.additions else result
@@ -294,15 +352,15 @@ class Replay(Walk):
         return result
 
     def apart(self, event: Event, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an atom, in which what it returns as it was given is a value of its own, as on the trace."""
+        """Return the result of an atom with returned arguments as values of their own, as in the trace."""
         if type(result) is torch.Tensor and not any(result is one for one in (*args, *kwargs.values())):
-            return result  # nearly all
+            return result  # the usual case
         changed = {after for _, after in event.changes}
         given = {id(t) for t in tree.tensors((args, kwargs)) if self.value.get(id(t)) not in changed}
         return tree.replace(result, lambda t: torch.ops.aten.alias(t) if id(t) in given else t)
 
     def acted(self, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an event's own call."""
+        """Run an event's own call and return its result."""
         if event.atom:
             with self.around(), self.host.in_module() if self.host else _NOTHING:
                 return self.native(call, args, kwargs)
@@ -312,7 +370,7 @@ class Replay(Walk):
         return self.native(call, args, kwargs)
 
     def added(self, event: Event, given: Any, lengths: dict[Place, int]) -> list[Any]:
-        """The values that an event has put into containers of its arguments, as it did on its trace."""
+        """Return the values that an event has added to containers in its arguments, as in its trace."""
         try:
             return added(given, event.additions, lengths)
         except LookupError:
@@ -323,7 +381,7 @@ class Replay(Walk):
     def arguments(
         self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What an event is given here: the real tensors, each of them one that the trace knows."""
+        """Return an event's arguments with real tensors, each of them known from the trace."""
         swapped = False
         for tensor in tree.tensors((args, kwargs)):
             if id(tensor) in self.value:
@@ -349,12 +407,13 @@ class Replay(Walk):
     def keep(self, tensor: torch.Tensor, value: int) -> None:
         self.meet(tensor, value)
         if self.plan.values[value].asked:
-            self.passage.shapes[value] = (tuple(tensor.shape), tensor.dtype)
+            self.passage.tell(value, (tuple(tensor.shape), tensor.dtype))
+            self._share()
         if value in self.wanted:
             self.made[value] = tensor
 
     def changed(self, before: int, after: int) -> None:
-        """A tensor holds a new value; where open code has a stand-in for it, what was received was changed."""
+        """Assign a new value to a tensor; where open code holds a stand-in for it, the received tensor was changed."""
         held = self.tensor.get(before)
         if held is None:
             return
@@ -364,7 +423,7 @@ class Replay(Walk):
         self.keep(self.received.get(before, held), after)
 
     def require_reads(self, event: Event, given: Any) -> None:
-        """An event that is skipped must be given what it was given on the trace, or it is another one."""
+        """Raise if a skipped event has other arguments than in the trace: it would be another event."""
         if event.loose:
             return
         fixed, tensors = self.layout.is_parameter, tree.tensors(given)
@@ -378,7 +437,7 @@ class Replay(Walk):
             if before in self.tensor:
                 self.meet(self.tensor[before], after)
         kept = self.passage.plain.get(at, self.plan.results[at])
-        if type(kept) is torch.Tensor and len(event.makes) == 1:  # nearly all
+        if type(kept) is torch.Tensor and len(event.makes) == 1:  # the usual case
             return self.stand_in(kept, event.makes[0])
         numbers = iter(event.makes)
 
@@ -394,28 +453,30 @@ class Replay(Walk):
         return result
 
     def stand_in(self, example: torch.Tensor, value: int) -> torch.Tensor:
-        """What open code gets in place of a skipped event's result."""
+        """Return the stand-in for a skipped event's result."""
         if value in self.received:
             self.meet(self.received[value], value)
             return self.received[value]
-        if value in self.tensor:  # an event that returns what it was given
+        if value in self.tensor:  # an event that returns its argument
             return self.tensor[value]
-        shape, dtype = self.passage.shapes.get(value, (example.shape, example.dtype))
-        empty = self.plan.stand_ins.get(value)
-        if empty is None or empty.shape != shape or empty.dtype != dtype:
-            empty = self.plan.stand_ins[value] = torch.empty(shape, dtype=dtype, device="meta")
-        self.meet(empty, value)
-        return empty
+        told = self.passage.shapes.get(value)
+        known = self.plan.stand_ins.get(value)
+        if known is None or known.told != told:
+            shape, dtype = told or (example.shape, example.dtype)
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            known = self.plan.stand_ins[value] = StandIn(told, empty)
+        self.meet(known.tensor, value)
+        return known.tensor
 
 
 @cache
 def last_word(name: str) -> str:
-    """A function's own name."""
+    """Return the last part of a function's name."""
     return name.rsplit(".", 1)[-1]
 
 
 class _Handle:
-    """Of a hook that another stage has put."""
+    """The handle of a hook that another stage has registered."""
 
     def remove(self) -> None:
         pass

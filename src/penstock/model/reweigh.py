@@ -1,9 +1,9 @@
-"""What autograd saves of a weight, had again from the weights that the backward finds.
+"""Keep weights that autograd saves as recipes, so that the backward uses the current weights.
 
-For training whose backward uses other weights than its forward. A weight itself, a view of it and a cast of it are kept
-as a recipe and made anew from `.data` as it then is. A weight that other operations were done to (`exp`, weight_norm,
-`.contiguous()`) is a copy whose making cannot be repeated here, and a user's own checkpoint hides what it saves: both
-are refused by name.
+This is for training whose backward uses other weights than its forward. A weight, a view of it and a cast of it are
+saved as a recipe and recomputed from `.data` in the backward. A weight that went through other operations (`exp`,
+weight_norm, `.contiguous()`) is a copy that cannot be recomputed here, and a user's checkpoint hides what it saves:
+both are refused by name.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ VIEWS = frozenset(
     )
     for number in (0, 1, 2)
 )  # fmt: skip
-# Functions that make weights of weights. What else is made of weights alone (a lookup, a layer on learned queries) is
-# rather what activations begin with, and those are the forward's own.
+# Functions that derive weights from weights. Other results of weights alone (a lookup, a layer on learned queries) are
+# rather the begin of activations, which belong to the forward.
 PURE = frozenset(
     f"{name}Backward{number}"
     for name in (
@@ -53,7 +53,7 @@ PURE = frozenset(
 
 
 class Reweigh:
-    """Makes the recipes of one stage. `constants` are the model's buffers."""
+    """The recipes of one stage's weights. `constants` are the model's buffers."""
 
     def __init__(
         self,
@@ -63,13 +63,14 @@ class Reweigh:
     ) -> None:
         self.names = {parameter: name for name, parameter in named}
         self.keep_on_host, self.constants = keep_on_host, list(constants)
-        self.looked_at: dict[int, object] = {}  # ways through the model, by their identity
-        # cuDNN's recurrent layers work on a copy of all their weights in one: torch's own do not.
+        self.looked_at: dict[int, object] = {}  # checked paths, by id()
+        # cuDNN's recurrent layers use one copy of all their weights; torch's own do not.
         self.recurrent = any(p.is_cuda and ".weight_ih_l" in f".{name}" for p, name in self.names.items())
 
     @contextmanager
     def saving(self, path: object) -> Iterator[None]:
-        """Around a forward. The first one on a path is looked at: whether it derives weights from weights."""
+        """Save weights as recipes in a forward. The first forward on a path is checked for weights derived from
+        weights."""
         trained = [parameter for parameter in self.names if parameter.requires_grad]
         owners: dict[int, list[nn.Parameter]] = {}
         for parameter in trained:
@@ -77,11 +78,11 @@ class Reweigh:
                 owners.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
         origins = None
         if id(path) not in self.looked_at:
-            frozen = [parameter for parameter in self.names if not parameter.requires_grad]  # the same for any backward
+            frozen = [parameter for parameter in self.names if not parameter.requires_grad]  # equal for any backward
             origins = Origins(trained, [*self.constants, *frozen])
 
         def pack(tensor: torch.Tensor) -> Recipe:
-            with torch._C.DisableTorchFunction():  # a walk would take these for functions that the model calls
+            with torch._C.DisableTorchFunction():  # a walk would take these for calls of the model
                 return self._recipe(tensor, owners, origins)
 
         def unpack(recipe: Any) -> torch.Tensor:
@@ -110,13 +111,13 @@ class Reweigh:
         return lambda: tensor
 
     def _view(self, tensor: torch.Tensor, owner: nn.Parameter) -> Recipe:
-        """Of a weight: the same place in whatever its `.data` then is."""
+        """Return the recipe of a view of a weight: the same place in its current `.data`."""
         size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
         conjugate, negative = tensor.is_conj(), tensor.is_neg()
         turned = conjugate or negative
         if (size, stride, dtype, turned) == (owner.size(), owner.stride(), owner.dtype, False):
             return lambda: owner.detach()
-        if torch._debug_has_internal_overlap(owner) != 0:  # other versions of it are laid out in another way
+        if torch._debug_has_internal_overlap(owner) != 0:  # other versions of it have another layout
             raise self._refusal("a view of a weight with gaps", [self.names[owner]])
         offset = _first(tensor) - _first(owner)
         if dtype == owner.dtype and not turned:
@@ -132,7 +133,7 @@ class Reweigh:
         return again
 
     def _cast(self, tensor: torch.Tensor) -> Recipe | None:
-        """Of a weight in another type, or of a view of it, or a view of that."""
+        """Return the recipe of a cast of a weight or of its view, or of a view of the cast; None for other tensors."""
         found = steps_to(tensor)
         if found is None or found[0] not in self.names:
             return None
@@ -152,7 +153,7 @@ class Reweigh:
 
 
 class _Refused:
-    """In place of what torch's checkpoints are made of: the kind that recomputes under hooks, and the older one."""
+    """A replacement for torch's checkpoints, both the kind that uses hooks and the older one, which raises."""
 
     def __init__(self, *_: Any) -> None:
         self.apply()
@@ -177,7 +178,7 @@ def _without_checkpoints() -> Iterator[None]:
 
 
 def _derives(node: Any) -> bool:
-    """Whether all that led from weights to a tensor were functions that make weights of weights."""
+    """Whether a tensor was computed from weights only by functions that derive weights from weights."""
     left, seen = [node], set()
     while left:
         at = left.pop()
@@ -191,13 +192,14 @@ def _derives(node: Any) -> bool:
 
 
 def _pure(operation: str) -> bool:
-    """The same of an operation that autograd has not seen, inside a Function or where gradients are off."""
+    """Whether an operation without an autograd node, inside a Function or without gradients, derives weights from
+    weights."""
     node = "".join(part.capitalize() for part in operation.strip("_").split("_")) + "Backward0"
     return node in PURE or node == CAST
 
 
 def _within(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
-    """Whether a tensor lies in its owner's part of their storage, which is nearly always all of it."""
+    """Whether a tensor lies in its owner's part of their storage, which is usually all of it."""
     if owner.numel() * owner.element_size() == owner.untyped_storage().nbytes():
         return True
     first, last = _span(tensor)
@@ -206,12 +208,12 @@ def _within(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
 
 
 def _first(tensor: torch.Tensor) -> int:
-    """The byte of its storage at which a tensor begins."""
+    """Return the byte of its storage at which a tensor begins."""
     return int(tensor.storage_offset() * tensor.element_size())
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor lies in."""
+    """Return the range of bytes of its storage that a tensor covers."""
     first = _first(tensor)
     numbers = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return int(first), int(first + numbers * tensor.element_size())

@@ -1,6 +1,6 @@
-"""The hooks of modules, saved and put back.
+"""Save and restore the hooks of modules.
 
-A forward may put some on when it first runs, as models of `transformers` do that collect hidden states.
+A forward may register hooks when it first runs, as models of `transformers` do that collect hidden states.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ _KINDS = (
     "_backward_hooks",
 )
 
-_FULL = "_is_full_backward_hook"  # which kind of backward hooks a module has: torch refuses to mix them
+_FULL = "_is_full_backward_hook"  # the kind of backward hooks of a module: torch refuses to mix them
 
 Table = dict[int, Any]
 
 
 class SavedHooks(NamedTuple):
-    """The tables of all modules, None in place of the many without a hook, and the kinds of their backward hooks."""
+    """The hook tables of all modules (None for empty ones), and the kinds of their backward hooks."""
 
     tables: list[Table | None]
     full: list[bool | None]
 
 
 class Hooks:
-    """All hooks of some modules that their calls run."""
+    """All hooks of some modules that run at their calls."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.attributes = [vars(module) for module in modules]
         self.tables: list[Table] = [held[kind] for held in self.attributes for kind in _KINDS]
 
     def save(self) -> SavedHooks:
-        """Done before every step, so it has to be quick."""
+        """Return the current hooks. This runs before every step, so it has to be fast."""
         return SavedHooks(
             [dict(table) if table else None for table in self.tables],
             [held[_FULL] for held in self.attributes],
         )
 
     def restore(self, before: SavedHooks) -> None:
-        """Take off what was put on since, and put on what was taken off, in the old order."""
+        """Remove hooks that were added since, and restore those that were removed, in the old order."""
         for table, old in zip(self.tables, before.tables, strict=True):
             if list(table.items()) != list((old or {}).items()):
                 table.clear()

@@ -1,7 +1,8 @@
-"""Randomness of a stage: it depends on (seed, step, stage, micro-batch) alone, so order and recompute do not matter.
+"""Random numbers of a stage, which depend on (seed, step, stage, micro-batch) alone, so that order and recomputation do
+not matter.
 
-Torch's, Python's and NumPy's generators are all seeded: a layer that drops itself by `random.random()` must do the same
-when its forward is run a second time.
+The generators of torch, Python and NumPy are all seeded: a layer that drops itself by `random.random()` must do the
+same when its forward runs a second time.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import numpy as np
 import torch
 
 _MASK = 2**64 - 1
-_HOST = 1  # tells the host's generators from torch's, which are seeded by the same numbers
+_HOST = 1  # distinguishes the host's generators from torch's, which are seeded by the same numbers
 
 
 def mixed(*numbers: int) -> int:
-    """One number of 64 bits from several: splitmix64's rounds, so that neighbours have nothing in common."""
+    """Return one number of 64 bits from several, by rounds of splitmix64, so that similar inputs give unrelated
+    results."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK
@@ -31,9 +33,10 @@ def mixed(*numbers: int) -> int:
 
 
 def seed_all(number: int, device: torch.device) -> None:
-    """Seed every generator a stage may draw from.
+    """Seed every generator that a stage may use.
 
-    Not by `torch.manual_seed`: where CUDA is not in use, that queues a call with its stack, a hundred times as slow.
+    This does not call `torch.manual_seed`: where CUDA is not in use, that queues a call with its stack, which is a
+    hundred times as slow.
     """
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
@@ -43,7 +46,7 @@ def seed_all(number: int, device: torch.device) -> None:
 
 @contextmanager
 def torch_seeded(number: int) -> Iterator[None]:
-    """Torch's generators draw from a seed of their own in here, and go on afterwards where they were."""
+    """Seed torch's generators within the context, and restore their states afterwards."""
     before = draws()
     torch.default_generator.manual_seed(number)
     if len(before) > 1:
@@ -55,8 +58,8 @@ def torch_seeded(number: int) -> Iterator[None]:
 
 
 class host_draws:
-    """Python's and NumPy's generators, as code between a model's modules finds them: seeded by a number that all stages
-    have, so that all draw the same. The modules' own draws go on where they were."""
+    """The states of Python's and NumPy's generators for code between a model's modules: seeded equally on all stages,
+    so that all draw the same. Draws inside modules continue from their own states."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -74,11 +77,13 @@ class host_draws:
     def moved(self) -> bool:
         """Whether anything was drawn outside the modules."""
         (python, numpy), (python_before, numpy_before) = _host_states(), self.start
-        return python != python_before or pickle.dumps(numpy) != pickle.dumps(numpy_before)  # arrays, of any generator
+        return python != python_before or pickle.dumps(numpy) != pickle.dumps(
+            numpy_before
+        )  # compared as bytes, as they hold arrays
 
     @contextmanager
     def in_module(self) -> Iterator[None]:
-        """A module runs, with draws of its own."""
+        """Run a module, with its own draws."""
         outside = _host_states()
         _set_host_states(self.modules)
         try:
@@ -103,20 +108,20 @@ def _seed_host(number: int) -> None:
 
 
 def draws() -> list[torch.Tensor]:
-    """Torch's random states: a function that moves them must run on one stage only."""
+    """Return torch's random states: a function that changes them must run on one stage only."""
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return [torch.random.get_rng_state(), *cuda]
 
 
 def set_draws(states: list[torch.Tensor]) -> None:
-    """Put torch's random states back."""
+    """Restore torch's random states."""
     torch.random.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
 
 
 class random_states_kept:
-    """Puts the user's random states back after a step that seeds for itself."""
+    """A context that restores the user's random states after a step that seeds its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,7 +1,7 @@
-"""A model as stages: its own submodules, cut at some of their calls.
+"""A model as stages: its own submodules, cut before some of their calls.
 
-What one forward does may depend on its inputs' structure (an optional mask, an int, train or eval), so there is one
-*path* for each kind of input, traced when it first comes. Cuts are the same modules on every path.
+A forward may depend on the structure of its inputs (an optional mask, an int, train or eval mode), so there is one
+*path* for each kind of input, traced when it first occurs. The cuts are at the same modules on every path.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from penstock.model.replay import Done, PathChangedError, Replay
 from penstock.model.trace import Trace
 from penstock.model.walk import Layout
 
-PATHS = 256  # of one kind of inputs to remember: a model that drops layers by chance has as many as it has patterns
+PATHS = 256  # paths to remember for one kind of inputs: a model that drops layers at random has one for each pattern
 
 
 class Cuts(NamedTuple):
-    """Where a model is cut, as one process has decided it for all."""
+    """The cuts of a model, as one process has decided them for all."""
 
     opened: frozenset[str]  # modules whose own code every stage runs
-    calls: tuple[tuple[str, int], ...]  # the modules at whose calls stages begin, and the names of these events
+    calls: tuple[tuple[str, int], ...]  # the modules at whose calls stages begin, and those events' names
 
 
 class Split:
-    """The stages of one model, found from an example of its inputs."""
+    """The stages of one model, found with an example of its inputs."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class Split:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         cuts: list[str] | Cuts | None = None,
-        seen: Trace | None = None,  # of the example, by somebody who opened the same modules
-        avoid: frozenset[int] = frozenset(),  # names of events at which nothing is to be cut
+        seen: Trace | None = None,  # a trace of the example with the same modules open
+        avoid: frozenset[int] = frozenset(),  # names of events at which not to cut
     ) -> None:
         refuse_compiled(model)
         self.model, self.pieces = model, pieces
         self.cuts: list[tuple[str, int]] = []
-        # Around a trace, which runs the whole model: weights that wait elsewhere come home for it.
+        # A context for traces, which run the whole model: it moves all weights to the device.
         self.tracing: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.whole = True  # all weights are at hand
+        self.whole = True  # whether all weights are in this process
         if pieces == 1:
-            self.layout = Layout(model, frozenset())  # nothing to cut: the model itself is the one atom
+            self.layout = Layout(model, frozenset())  # nothing to cut: the model itself is the only atom
             seen = trace(self.layout, args, kwargs)
         elif cuts is None:
             self.layout, seen = open_enough(model, pieces, args, kwargs)
@@ -72,48 +72,56 @@ class Split:
                 self.cuts = [(name, 0) for name in map(self._called, cuts)]
         self.paths: dict[Any, list[Path]] = {}
         self.homes: dict[str, int] = {}  # the stage of every module, once the example's path is known
-        self.edges: tuple[tuple[int, int], ...] = ()  # known when the example's path is
+        self.edges: tuple[tuple[int, int], ...] = ()  # known once the example's path is
         seen = self._settled(seen, args, kwargs)
         self.first = self._learn(seen, kind_of_inputs(args, kwargs, self.outlook()))  # the example's path
         self.owner = self._owners(self.first)
         self.homes = self._homes(self.first)
         chain = {(stage, stage + 1) for stage in range(pieces - 1)}
-        # stages that exchange data on the example's path, and neighbours in any case
+        # stages that exchange data on the example's path, and all neighbours
         self.edges = tuple(sorted(chain | set(self.first.edges)))
 
     def outlook(self) -> Outlook:
-        """What the model itself says of its path, whatever the inputs; a model that has got hooks is refused."""
+        """Return the state of the model that decides its path; raise if it has hooks that no cut allows."""
         refuse_open_hooks(self.layout, self.pieces)
         modes = (torch.is_grad_enabled(), *[module.training for module in self.layout.modules])
         return Outlook(modes, *flags_of(self.layout.open))
 
     def decided(self) -> Cuts:
-        """The cuts, for other processes to make the same."""
+        """Return the cuts, for other processes to use the same."""
         events = self.first.trace.events
         calls = tuple((events[at].name, events[at].key) for at in self.first.starts[1:])
         names = self.layout.names
         return Cuts(frozenset(names[id(module)] for module in self.layout.open), calls)
 
     def path(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], outlook: Outlook | None = None, chance: int = 0
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outlook: Outlook | None = None,
+        chance: int = 0,
+        passage: Passage | None = None,
     ) -> Path:
         """The path that these inputs take. An outlook serves for inputs between which nobody changes the model;
-        `chance` is what random numbers between its modules depend on."""
+        `chance` is what random numbers between its modules depend on. What had to be computed to tell, and stages of
+        one process may share, is put into the passage."""
         kind = kind_of_inputs(args, kwargs, outlook or self.outlook())
-        found = self._known(kind, args, kwargs, chance)
+        found = self._known(kind, args, kwargs, chance, passage or Passage())
         if found is not None:
             return found.noted(kind, Passage())
         with self.tracing():
             seen = self._settled(self._traced(args, kwargs, chance), args, kwargs)
         return self._learn(seen, kind)
 
-    def _known(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int) -> Path | None:
+    def _known(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int, passage: Passage
+    ) -> Path | None:
         """The path that these inputs take among those known. What one walk is answered, before it is found to be
         another path's, rules out all that had other answers."""
         answers: tuple[Any, ...] = ()
         for path in self.paths.get(kind.marks, ()):
             if not _contradict(answers, path.trace.answers):
-                taken, told = self._takes(path, kind, args, kwargs, chance)
+                taken, told = self._takes(path, kind, args, kwargs, chance, passage)
                 if taken:
                     return path
                 answers = max(answers, told, key=len)
@@ -123,12 +131,13 @@ class Split:
         return trace(self.layout, args, kwargs, chance, self.whole)
 
     def _settled(self, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-        """A trace that the next forward will follow: where caches of the user's were cold, a second one."""
+        """Return a trace that the next forward will follow: a second one, where the user's caches were filled in the
+        first."""
         walk = self._walked(seen, Passage.of(seen), len(seen.events), args, kwargs, seen.chance)
         return seen if walk.at == len(seen.events) else self._traced(args, kwargs, seen.chance)
 
     def forget(self, path: Path) -> None:
-        """Inputs of its kind will be traced again, if they can be."""
+        """Forget a path, so that inputs of its kind are traced again, if all weights are in this process."""
         if self.whole:
             for known in self.paths.values():
                 known[:] = [one for one in known if one is not path]
@@ -147,13 +156,19 @@ class Split:
         return fresh.noted(kind, Passage.of(seen))
 
     def _takes(
-        self, path: Path, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int
+        self,
+        path: Path,
+        kind: Kind,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        chance: int,
+        passage: Passage,
     ) -> tuple[bool, tuple[Any, ...]]:
-        """Whether these inputs take a path, as far as can be told without running the model, and what open code was
-        answered about data until that was known.
+        """Return whether these inputs take a path, as far as it can be determined without running the model, and the
+        answers about data that open code got until then.
 
-        The code is the same: shapes, answers about data, and random numbers decide. What shapes the model makes of new
-        sizes is not known; where open code looks at them, only a trace can tell.
+        Shapes, answers about data, and random numbers decide. Which shapes the model computes for new sizes is unknown;
+        where open code reads them, only a trace can tell.
         """
         seen, told = path.trace, path.sizes.get(kind.sizes)
         if told is None and seen.asks:
@@ -164,6 +179,7 @@ class Split:
         if told is not None and sure and not seen.rolls:
             walk = self._walked(seen, told, seen.decided, args, kwargs, chance)
             if walk.at == seen.decided and tuple(walk.answers) == seen.answers:
+                passage.common = walk.computed()
                 return True, ()
         walk = self._walked(seen, told or Passage(), len(seen.events), args, kwargs, chance, not sure)
         return walk.at == len(seen.events) and walk.rolled == seen.rolls, tuple(walk.answers)
@@ -178,18 +194,27 @@ class Split:
         chance: int,
         rolls: bool = False,
     ) -> Replay:
-        """A walk of so many events, all of them skipped; it has ended before if the inputs took another path. With
-        `rolls`, it notices draws from the host's random numbers even where the trace had none."""
+        """Walk up to an event, skipping all of them; the walk ends before if the inputs take another path. With
+        `rolls`, it records draws from the host's random numbers even where the trace had none."""
         end = len(seen.events)
         walk = Replay(
-            self.layout, seen, (end, end), {}, frozenset(), told, stop=stop, chance=chance, strict=True, rolls=rolls
+            self.layout,
+            seen,
+            (end, end),
+            {},
+            frozenset(),
+            Passage(told.shapes, told.plain, told.grads),
+            stop=stop,
+            chance=chance,
+            strict=True,
+            rolls=rolls,
         )
         inputs = walk.meet_inputs((args, kwargs))
         try:
             walk.forward(*inputs)
         except Done:
             return walk
-        except Exception:  # whatever the user's code says of stand-ins; a trace will tell what is true
+        except Exception:  # the user's code may fail on stand-ins; a trace will show the real path
             walk.at = -1
         return walk
 
@@ -204,7 +229,8 @@ class Split:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
         chance: int = 0,
     ) -> tuple[dict[int, torch.Tensor], Any]:
-        """One stage's part of a forward: the values later stages need, and on the last stage the model's result."""
+        """Run one stage's part of a forward. Return the values that later stages need, and on the last stage the
+        model's result."""
         if not self.walks(path, stage):
             return self._called_alone(path, stage, received, passage, args, kwargs, around)
         replay = Replay(
@@ -217,7 +243,6 @@ class Split:
             around,
             chance=chance,
             last=stage == self.pieces - 1,
-            common=passage.common,
         )
         try:
             result = replay.run(args, kwargs)
@@ -227,7 +252,7 @@ class Split:
         return replay.made, result
 
     def walks(self, path: Path, stage: int) -> bool:
-        """Whether a stage runs code of the model's around its own modules, which a walk has to observe."""
+        """Whether a stage runs code of the model around its own modules, which a walk has to observe."""
         return not (path.is_one_call(stage) and isinstance(self.model, Chain))
 
     def _called_alone(
@@ -240,7 +265,7 @@ class Split:
         kwargs: dict[str, Any],
         around: Callable[[], AbstractContextManager[Any]],
     ) -> tuple[dict[int, torch.Tensor], Any]:
-        """A stage module that the user made, from one tensor to one tensor: no code around it has to run."""
+        """Run a stage module that the user made, from one tensor to one tensor, without code around it."""
         (made,) = path.trace.events[stage].makes
         assert isinstance(self.model, Chain)
         module = self.model.stages[stage]
@@ -250,28 +275,30 @@ class Split:
             self.forget(path)
             raise PathChangedError(f"a {type(result).__name__} of stage {stage}, where its trace gave a tensor")
         if path.trace.values[made].asked:
-            passage.shapes[made] = (tuple(result.shape), result.dtype)
+            passage.tell(made, (tuple(result.shape), result.dtype))
         wanted = made in path.outgoing[stage]
         return {made: result} if wanted else {}, None if wanted else result
 
     def parameters(self, stage: int) -> dict[str, nn.Parameter]:
-        """The parameters a stage owns, by the model's own names; a tied one belongs to the first stage that uses it."""
+        """Return the parameters that a stage owns, by the model's own names; a tied one belongs to the first stage that
+        uses it."""
         named = dict(self.model.named_parameters())
         return {name: parameter for name, parameter in named.items() if self.owner[name] == stage}
 
     def uses(self, stage: int) -> set[str]:
-        """Names of the parameters that a stage needs: those its forward uses, tied ones too, and those it owns."""
+        """Return the names of the parameters that a stage needs: those its forward uses, tied ones too, and those it
+        owns."""
         used = self.first.trace.parameters().items()
         named = {name for name, events in used if any(self.first.stage_of(at) == stage for at in events)}
         return named | {name for name, owner in self.owner.items() if owner == stage}
 
     def used(self, stage: int) -> list[nn.Parameter]:
-        """The same as parameters, each once."""
+        """Return the parameters that a stage needs, each once."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
         return list({id(named[name]): named[name] for name in sorted(self.uses(stage))}.values())
 
     def buffer_stages(self) -> dict[str, int]:
-        """The stage of every buffer that lies inside some atom, by name. Others are the same on every stage."""
+        """Return the stage of every buffer inside an atom, by name. Other buffers are equal on every stage."""
         found: dict[int, int] = {}
         for at, event in enumerate(self.first.trace.events):
             if event.atom:
@@ -281,7 +308,7 @@ class Split:
         return {name: found[id(buffer)] for name, buffer in named if id(buffer) in found}
 
     def ties(self) -> dict[str, tuple[int, ...]]:
-        """Parameters that several stages use: those stages, the owner's first."""
+        """Return the parameters that several stages use, with those stages, the owner first."""
         canonical = {id(parameter): name for name, parameter in self.model.named_parameters()}
         every = dict(self.model.named_parameters(remove_duplicate=False))
         users: dict[str, set[int]] = {}
@@ -290,13 +317,13 @@ class Split:
         return {name: tuple(sorted(stages)) for name, stages in sorted(users.items()) if len(stages) > 1}
 
     def modules(self, path: Path, stage: int) -> list[nn.Module]:
-        """Those a stage runs on a path: what its atoms are made of, and the open ones around them."""
+        """Return the modules that a stage runs on a path: those of its atoms, and the open ones around them."""
         first, last = path.span(stage)
         names = {event.name for event in path.trace.events[first:last] if event.atom}
         return [*self.layout.open, *(m for name in sorted(names) for m in self._submodule(name).modules())]
 
     def kept_by_others(self, path: Path, stage: int) -> dict[tuple[int, str], str]:
-        """Attributes that the forwards of other stages set, by module and name, and what to call them."""
+        """Return the attributes that the forwards of other stages set, by module and name, with their description."""
         return {
             (id(self._submodule(module)), name): f"{module}.{name}"
             for (module, name), at in path.trace.kept.items()
@@ -307,10 +334,10 @@ class Split:
         try:
             return self.model.get_submodule(name)
         except AttributeError:
-            return nn.Identity()  # called though it is no part of the model
+            return nn.Identity()  # called, but not part of the model
 
     def _owners(self, path: Path) -> dict[str, int]:
-        """The stage of every parameter of the model: none is ever lost."""
+        """Return the stage of every parameter of the model, so that none is left out."""
         canonical = {id(parameter): name for name, parameter in self.model.named_parameters()}
         used: dict[str, int] = {}
         every = dict(self.model.named_parameters(remove_duplicate=False))
@@ -321,15 +348,16 @@ class Split:
         owner, last = {}, 0
         known = set(canonical.values())
         for module, held in self.model.named_modules():
-            for inner in sorted(held._parameters):  # a module may register them in the order of a set
+            for inner in sorted(held._parameters):  # sorted, as a module may register them in the order of a set
                 name = f"{module}.{inner}".lstrip(".")
                 if name in known:
-                    last = used.get(name, last)  # one that the forward does not use stays with its neighbours
+                    last = used.get(name, last)  # a parameter that the forward does not use stays with its neighbours
                     owner[name] = last
         return {name: owner[name] for name in canonical.values()}
 
     def _homes(self, path: Path) -> dict[str, int]:
-        """The stage of every module: that of its first call, or of its weights if the example does not call it."""
+        """Return the stage of every module: that of its first call, or of its weights if the example does not call
+        it."""
         found = {}
         for name, module in self.model.named_modules():
             owners = [
@@ -345,7 +373,7 @@ class Split:
         return found
 
     def _require_weights(self, path: Path) -> None:
-        """Where each stage has its own weights alone, it can use no others on another path."""
+        """Raise if a stage of this path uses weights that it does not hold, where each process has only its own."""
         used = [self.uses(stage) for stage in range(self.pieces)]
         for at, event in enumerate(path.trace.events):
             stage = path.stage_of(at)
@@ -358,18 +386,18 @@ class Split:
                     )
 
     def _called(self, name: str) -> str:
-        """The name under which walks know a module that has several."""
+        """Return the name under which walks know a module with several names."""
         return str(self.layout.names[id(self.model.get_submodule(name))])
 
 
 def _contradict(answers: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Whether one was answered yes where the other was answered no. Numbers may differ and decide alike."""
+    """Whether a yes-or-no answer differs. Numbers may differ without consequences."""
     pairs = zip(answers, others, strict=False)
     return any(type(a) is bool and type(b) is bool and a is not b for a, b in pairs)
 
 
 def _nth_call(seen: Trace, name: str, key: int) -> int:
-    """Which of a module's calls is the event of this name."""
+    """Return the index of this event among a module's calls."""
     calls = [event.key for event in seen.events if event.atom and event.name == name]
     if key not in calls:
         raise SplitError(

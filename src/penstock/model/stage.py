@@ -1,4 +1,4 @@
-"""A run of layers as a stage: forward, full backward, or input and weight gradient apart, for many micro-batches."""
+"""A stage of a model: forward, full backward, or input and weight gradient separately, for many micro-batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.model.loss import Loss
 from penstock.model.mean_loss import Part, safe_means
 from penstock.model.offload import Offload, saving, to_device, to_host
 from penstock.model.own_loss import next_node, own_loss
-from penstock.model.passage import Passage
+from penstock.model.passage import Common, Passage
 from penstock.model.path import Path
 from penstock.model.reweigh import Reweigh
 from penstock.model.seeding import mixed, seed_all
@@ -34,8 +34,10 @@ Values = dict[int, torch.Tensor]  # by the number of the value in the path's tra
 
 
 class Recompute(StrEnum):
+    """The micro-batches whose forward is recomputed for the backward."""
+
     NEVER = "never"
-    EXCEPT_LAST = "except-last"  # the last micro-batch's backward comes at once: nothing to gain there
+    EXCEPT_LAST = "except-last"  # the last micro-batch's backward follows at once: recomputing it saves no memory
     ALWAYS = "always"
 
 
@@ -61,21 +63,22 @@ class Share:
 
 @dataclass
 class Job:
-    """One micro-batch on its way through the stages. `finish` turns the model's result into a loss, on the last."""
+    """One micro-batch on its way through the stages. `finish` turns the model's result into a loss, on the last
+    stage."""
 
-    number: int  # in the run: what schedules call it
+    number: int  # in the run, as in schedules
     step: int  # of the training
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rows: int  # 0: an empty one, of a mini-batch with fewer rows than micro-batches; no stage runs it
+    rows: int  # 0: a micro-batch without rows, of a mini-batch with fewer rows than micro-batches; no stage runs it
     path: Path
     finish: Callable[[Any], Any]
     last: bool = False  # of its mini-batch
     passage: Passage = field(default_factory=Passage)
     part: int = 0  # its number in its mini-batch
     stamp: int = 0  # a check number of its mini-batch
-    root: float = 1.0  # what the gradient of its loss starts from
-    chance: int = 0  # what random numbers between the model's modules depend on
+    root: float = 1.0  # initial gradient of its loss
+    chance: int = 0  # seed of random numbers between the model's modules
     words: Words = field(default_factory=Words)
     mates: Sequence[Job] = ()  # the micro-batches of its mini-batch, itself included
     labels: Labels | None = None  # of its mini-batch, where it is to be scored
@@ -94,27 +97,27 @@ class Job:
 
 @dataclass(frozen=True)
 class Question:
-    """Whether the loss of a micro-batch goes by its labels: the same micro-batch with some others. The answer is what
-    becomes of the micro-batch itself; or, if somebody is to be told, it goes on when he has been."""
+    """A check whether the loss of a micro-batch depends on label counts, with copies of it that have other labels. The
+    answer replaces the result of the micro-batch; or, with `told`, it is passed there and the micro-batch runs."""
 
     others: list[Job]
-    sure: bool = True  # that the loss takes such labels
+    sure: bool = True  # whether such labels are valid for the loss
     told: Callable[[bool | None], None] | None = None
 
 
 @dataclass
 class _Graph:
-    """What a stage keeps of a micro-batch between its forward and its backward."""
+    """A stage's data of a micro-batch between its forward and its backward."""
 
     leaves: Values
-    made: Values  # with their history
+    made: Values  # with their graph
     loss: Loss | None
     queue: WeightQueue | None
 
 
 @dataclass
 class _Inputs:
-    """What it keeps instead where the forward will be run again."""
+    """A stage's data of a micro-batch whose forward will be run again."""
 
     received: Values
     state: Saved  # of the stage's modules
@@ -122,7 +125,7 @@ class _Inputs:
 
 
 class Stage:
-    """One piece of a split model."""
+    """One stage of a split model."""
 
     def __init__(
         self,
@@ -143,15 +146,15 @@ class Stage:
         self.shared = list(shared)
         self.parts: dict[nn.Parameter, torch.Tensor] = {}
         self.last = index == split.pieces - 1
-        self.reweigh: Reweigh | None = None  # where a backward is given other weights than its forward
+        self.reweigh: Reweigh | None = None  # where a backward uses other weights than its forward
         self.kept: dict[int, _Graph | _Inputs] = {}
         self.queues: dict[int, WeightQueue] = {}
-        self.sure = False  # that the loss is made of what this stage has
-        self.since: int | None = None  # nodes of the graph, where that is to be found out
-        self.forwards = 0  # of training, counted so that a test can see that nothing runs more than twice
+        self.sure = False  # whether the loss is known to be computed from what this stage has
+        self.since: int | None = None  # graph nodes created since, while that is being checked
+        self.forwards = 0  # training forwards, counted for tests
 
     def forward(self, job: Job, received: Values, split_backward: bool = False) -> tuple[Values, Any]:
-        """Run a micro-batch; returns what later stages need, and on the last stage what the job made of the result."""
+        """Run a micro-batch. Return the values that later stages need, and on the last stage the result of `finish`."""
         for question in job.questions if self.last else ():
             found = self._looked_at(question, received)
             if question.told is None:
@@ -160,8 +163,8 @@ class Stage:
         if not torch.is_grad_enabled():
             return self._run(job, received)
         if self._runs_again(job):
-            # With gradients on, as the second time: else hooks of the user's could not be put on, and kernels that are
-            # chosen by it would give other bits. The graph goes as soon as the forward is over.
+            # Gradients are enabled, as in the second run: otherwise hooks could not be registered, and other kernels
+            # might give other bits. The graph is freed as soon as the forward is over.
             self.kept[job.number] = _Inputs(self._parked(received), self._state(job).save(), split_backward)
             _, made, result = self._record(job, received, split_backward=False)
         else:
@@ -170,7 +173,8 @@ class Stage:
         return {value: tensor.detach() for value, tensor in made.items()}, _detached(result)
 
     def backward(self, job: Job, gradients: Values) -> Values:
-        """The full backward, or the input gradient alone where the forward was told so; returns what goes back."""
+        """Run the full backward, or the input gradient alone where the forward was split. Return the gradients to be
+        sent back."""
         kept = self.kept.pop(job.number)
         graph = self._record_again(job, kept) if isinstance(kept, _Inputs) else kept
         roots = [(tensor, gradients[value]) for value, tensor in graph.made.items() if value in gradients]
@@ -186,18 +190,18 @@ class Stage:
         return {value: leaf.grad for value, leaf in graph.leaves.items() if leaf.grad is not None}
 
     def weight_gradient(self, job: Job) -> None:
-        """The weight gradients that the input gradient left for later."""
+        """Compute the weight gradients that the input gradient has deferred."""
         with self._own_parts():
             self.queues.pop(job.number).run()
 
     def drop(self) -> None:
-        """Forget what an interrupted step has left behind."""
+        """Discard the data of an interrupted step."""
         self.kept.clear()
         self.queues.clear()
         self.parts.clear()
 
     def _own_parts(self) -> contextlib.AbstractContextManager[None]:
-        """While this stage's gradients are made, `.grad` of shared parameters is its own part."""
+        """Return a context in which `.grad` of shared parameters is this stage's own part."""
         return self._parting() if self.shared else _NOTHING
 
     @contextlib.contextmanager
@@ -229,19 +233,20 @@ class Stage:
         self.since = next_node() if self.last and not self.sure else None
         made, result = self._run(job, leaves, queue)
         for value, tensor in made.items():
-            if tensor.requires_grad != known[value].grad:  # a flag of the user's, since the trace
+            if tensor.requires_grad != known[value].grad:  # changed by a user's flag since the trace
                 told[value] = tensor.requires_grad
         history = {value: tensor for value, tensor in made.items() if tensor.requires_grad}
         return _Graph(leaves, history, result if isinstance(result, Loss) else None, queue), made, result
 
     def _looked_at(self, question: Question, received: Values) -> bool | None:
-        """Whether the loss goes by its labels: see additive. None where it cannot be had for others."""
+        """Return whether the loss depends on label counts (see additive); None where it cannot be computed for other
+        labels."""
         state = self._state(question.others[0])
         try:
             every = []
             with self.norms.looking_away():
                 for other in question.others:
-                    with state.as_they_were(state.save()):  # layers may keep numbers from one run to the next
+                    with state.as_they_were(state.save()):  # layers may keep state from one run to the next
                         loss = functools.partial(self._loss, other)
                         every.append(gradient_of(loss, received, self.parameters))
         except Exception:
@@ -250,7 +255,7 @@ class Stage:
 
     def _loss(self, job: Job, received: Values) -> Any:
         """Of other labels, so what stages have in common for theirs is no use."""
-        job = replace(job, passage=replace(job.passage, common={}))
+        job = replace(job, passage=replace(job.passage, common=Common(), fixed=Common()))
         return self._run(job, received)[1]
 
     def _finished(self, job: Job, result: Any) -> Any:
@@ -263,7 +268,7 @@ class Stage:
         return found
 
     def _record_again(self, job: Job, kept: _Inputs) -> _Graph:
-        """A forward that was counted already: norms do not gather, and modules keep what they kept the first time."""
+        """Run a forward again: norms do not count it, and modules have the state of the first run."""
         received = {value: to_device(tensor, self.settings.device) for value, tensor in kept.received.items()}
         with self.norms.looking_away(), self._state(job).as_they_were(kept.state), self._saving(job):
             return self._record(job, received, kept.split_backward)[0]
@@ -297,7 +302,7 @@ class Stage:
         return {value: to_host(tensor) for value, tensor in received.items()}
 
     def _state(self, job: Job) -> State:
-        """What the modules that this stage runs keep between forwards."""
+        """Return the state of the modules that this stage runs."""
         known = job.path.states.get(self.index)
         if known is None:
             modules = self.split.modules(job.path, self.index)
@@ -306,8 +311,8 @@ class Stage:
 
 
 def _run_backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
-    """`torch.autograd.backward` without its questions, which take as long as a small stage: that gradients are of their
-    roots' shapes was seen when both were made. Where anything is unusual, torch's own asks them."""
+    """Call autograd's engine directly, without the checks of `torch.autograd.backward`, which take as long as a small
+    stage. In unusual cases, call torch's."""
     if all(type(g) is torch.Tensor and g.shape == r.shape and g.dtype is r.dtype for r, g in zip(roots, gradients)):  # noqa: B905
         torch.autograd.Variable._execution_engine.run_backward(
             roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True

@@ -1,13 +1,15 @@
-"""What modules keep between forwards: buffers, counters, lists, averages, generators, hooks. To be saved and put back.
+"""The state that modules keep between forwards: buffers, counters, lists, averages, generators, hooks. It can be saved
+and restored.
 
-Tensors are saved as copies, made once for each version of theirs: saving what has not changed costs a look. But torch
-moves the running averages of a batch norm without counting a version, so whatever could be one is copied each time.
+Tensors are saved as copies, made once for each version: unchanged ones cost only a comparison. But torch updates the
+running averages of a batch norm without counting a version, so tensors that could be averages are copied each time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +17,17 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model.fakes import is_fake
-from penstock.model.holders import OWN, PLAIN, Kind, is_record, kind_of, same
+from penstock.model.holders import DICT, OBJECT, OWN, PLAIN, Kind, is_record, kind_of, same
 from penstock.model.saved_hooks import Hooks, SavedHooks
 
-LARGE = 2**26  # bytes; of larger tensors no copy is kept, unless they are seen to change
-LONG = 10_000  # entries; longer containers are looked at no more when a step has left them as they were
-DEEP = 4  # containers inside containers
+LARGE = 2**26  # bytes; no copy of a larger tensor is kept, unless it changes
+LONG = 10_000  # entries; longer containers are no longer checked once a step has not changed them
+DEEP = 4  # depth of nested containers
 _Look = tuple[Any, list[Any]]
 
 
 class _Held(NamedTuple):
-    """A holder and what it held."""
+    """A holder and its content."""
 
     holder: Any
     kind: Kind
@@ -39,7 +41,7 @@ class _Copy(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What some modules held at one time."""
+    """The state of some modules at one time."""
 
     held: list[_Held]
     tensors: list[_Copy]
@@ -47,11 +49,11 @@ class Saved(NamedTuple):
 
 
 class Copies:
-    """Values of tensors by identity, each of one version."""
+    """Copies of tensors by id(), each of one version."""
 
     def __init__(self) -> None:
         self.known: dict[int, _Copy] = {}
-        self.still: dict[int, Any] = {}  # large things that a step has left as they were
+        self.still: dict[int, Any] = {}  # large objects that a step has not changed
 
     def is_still(self, thing: Any) -> bool:
         return self.still.get(id(thing)) is thing
@@ -65,7 +67,8 @@ class Copies:
         return fresh
 
     def settle(self, before: Saved) -> None:
-        """After a step: copies of large tensors that it left alone go, and those of tensors that are gone."""
+        """After a step, drop the copies of large tensors that it has not changed, and of tensors that no longer
+        exist."""
         alive = {id(copy.tensor) for copy in before.tensors}
         self.known = {key: copy for key, copy in self.known.items() if key in alive}
         for tensor, version, values in before.tensors:
@@ -91,15 +94,19 @@ class State:
     def save(self) -> Saved:
         found = _Found(self.copies)
         for module in self.modules:
-            found.reach(module._buffers, DEEP)
+            buffers = module._buffers
+            if buffers:
+                found.reach(buffers, DEEP)
+            else:  # of nearly all, and this is done before every step
+                found.held.append(_Held(buffers, DICT, ([], [])))
             if not _is_torchs(module):
-                found.reach(module, DEEP)
+                found.module(module)
         for thing in self.more:
             found.reach(thing, DEEP)
         return Saved(found.held, found.tensors, self.hooks.save())
 
     def restore(self, before: Saved) -> None:
-        """Undo every change since."""
+        """Undo every change since `before`."""
         self.hooks.restore(before.hooks)
         for held in before.held:
             _put(held)
@@ -110,8 +117,8 @@ class State:
 
     @contextmanager
     def as_they_were(self, before: Saved) -> Iterator[None]:
-        """Run something with old values, and put today's back. Tensors that have changed are replaced, not written to:
-        a graph may need what they hold today."""
+        """Run with an old state, and restore the current one. Tensors that have changed are replaced, not written to: a
+        graph may need their current values."""
         today = self.save()
         old = _old_tensors(before)
         for holder, kind, (keys, values) in before.held:
@@ -125,18 +132,29 @@ class State:
                 _put(held)
 
     def changed(self, before: Saved) -> list[torch.Tensor]:
-        """Tensors that have changed since, and of which nobody knows what they held."""
+        """Return the tensors that have changed since and have no copy."""
         return [t for t, version, values in before.tensors if values is None and _version(t) != version]
 
 
 class _Found:
-    """Holders and tensors met so far."""
+    """Holders and tensors found so far."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
         self.met: set[int] = set()
         self.held: list[_Held] = []
         self.tensors: list[_Copy] = []
+
+    def module(self, module: nn.Module) -> None:
+        """Reach what somebody has put on a module."""
+        if self.copies.is_still(module):
+            return
+        attributes = vars(module)
+        self.held.append(_Held(module, OBJECT, (list(attributes), list(attributes.values()))))
+        met = self.met
+        for name, part in attributes.items():
+            if type(part) not in PLAIN and name not in OWN and id(part) not in met:
+                self.reach(part, DEEP - 1)
 
     def reach(self, value: Any, deep: int) -> None:
         if type(value) in PLAIN or id(value) in self.met:
@@ -150,18 +168,17 @@ class _Found:
             inner: Iterable[Any] = value
         else:
             kind = kind_of(value)
-            if kind is None or self.copies.is_still(value) or (isinstance(value, nn.Module) and deep < DEEP):
-                return
+            if kind is None or self.copies.is_still(value) or isinstance(value, nn.Module):
+                return  # a module is reached by itself, if it is the model's
             self.met.add(id(value))
             look = kind.look(value)
             self.held.append(_Held(value, kind, look))
             inner = look[1]
-            if isinstance(value, nn.Module):
-                inner = [part for name, part in zip(*look, strict=True) if name not in OWN]
         if deep:
             left = max(deep - (2 if is_record(value) else 1), 0)
+            met = self.met
             for part in inner:
-                if type(part) not in PLAIN:
+                if type(part) not in PLAIN and id(part) not in met:
                     self.reach(part, left)
 
 
@@ -172,7 +189,7 @@ def _put(held: _Held) -> None:
 
 
 def _old_tensors(before: Saved) -> dict[int, torch.Tensor]:
-    """Stand-ins with the old values, for tensors that have changed since."""
+    """Return copies with the old values, for tensors that have changed since."""
     found: dict[int, torch.Tensor] = {}
     for tensor, version, values in before.tensors:
         if _changed(tensor, version):
@@ -189,12 +206,16 @@ def _old_tensors(before: Saved) -> dict[int, torch.Tensor]:
 
 def _is_torchs(module: nn.Module) -> bool:
     """A layer of torch's own keeps nothing but buffers, unless a hook does."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module).__module__.startswith("torch.nn.modules") and not hooks
+    return _of_torchs_types(type(module)) and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+@cache
+def _of_torchs_types(kind: type[nn.Module]) -> bool:
+    return kind.__module__.startswith("torch.nn.modules")
 
 
 def _changed(tensor: torch.Tensor, version: int) -> bool:
-    """Whether a tensor has been written to since it had a version, or may have been."""
+    """Whether a tensor has been written to since a version, or may have been."""
     return _version(tensor) != version or _moves_unseen(tensor)
 
 

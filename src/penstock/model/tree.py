@@ -1,6 +1,8 @@
-"""Tensors inside what models take and return: tuples, lists, dicts, named tuples, dataclasses, and their subclasses.
+"""Tensors inside arguments and results of models: in tuples, lists, dicts, named tuples, dataclasses, and their
+subclasses.
 
-A container is rebuilt only when something in it changes, and as its own type. Anything else is passed through as it is.
+A container is rebuilt only when something in it changes, and as its own type. Anything else is passed through
+unchanged.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ from typing import Any
 
 import torch
 
-_LEAVES = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Tensor}  # types known to hold no parts
+_LEAVES = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.Tensor}  # types without parts
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Every tensor in a value, in a fixed order."""
+    """Return every tensor in a value, in a fixed order."""
     found: list[torch.Tensor] = []
     _gather(value, found)
     return found
 
 
 def _gather(value: Any, found: list[torch.Tensor]) -> None:
-    """This is done for every torch function that open code calls: the usual kinds come first."""
+    """Collect tensors. This runs for every torch function that open code calls, so usual types are checked first."""
     for part in value if type(value) is tuple else (value,):
         kind = type(part)
         if kind is torch.Tensor:
@@ -44,14 +46,14 @@ def _gather(value: Any, found: list[torch.Tensor]) -> None:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Every tensor and every plain value, in a fixed order."""
+    """Return every tensor and every plain value, in a fixed order."""
     found: list[Any] = []
     replace_leaves(value, found.append)
     return found
 
 
 def replace(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same value with every tensor changed."""
+    """Return the value with every tensor changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     inner = () if type(value) in _LEAVES else parts(value)
@@ -61,7 +63,7 @@ def replace(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def replace_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same value with every tensor and every plain value changed."""
+    """Return the value with every tensor and every plain value changed."""
     if isinstance(value, torch.Tensor) or not is_container(value):
         return change(value)
     inner = parts(value)
@@ -70,6 +72,8 @@ def replace_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def fresh(value: Any) -> Any:
     """The same value in containers of its own: who changes one of them changes nobody else's."""
+    if type(value) is tuple and _LEAVES.issuperset(map(type, value)):  # nearly all
+        return value
     if isinstance(value, torch.Tensor) or not is_container(value) or isinstance(value, MappingProxyType):
         return value
     inner = parts(value)
@@ -78,7 +82,7 @@ def fresh(value: Any) -> Any:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same value with every part of it changed, if it has parts."""
+    """Return the value with every direct part changed, if it has parts."""
     inner = parts(value)
     return _with(value, inner, [change(part) for part in inner]) if inner else value
 
@@ -90,7 +94,7 @@ def is_container(value: Any) -> bool:
 
 
 def keys(value: Any) -> list[Any]:
-    """What the parts of a container are called."""
+    """Return the keys of a container's parts."""
     if isinstance(value, Mapping):
         return list(value)
     if isinstance(value, (tuple, list)):
@@ -99,7 +103,7 @@ def keys(value: Any) -> list[Any]:
 
 
 def parts(value: Any) -> Sequence[Any]:
-    """What a container holds; nothing, where the value is none."""
+    """Return the parts of a container; none for other values."""
     kind = type(value)
     if kind is tuple or kind is list:
         return value  # type: ignore[no-any-return]
@@ -121,7 +125,7 @@ def _with(value: Any, before: Sequence[Any], after: list[Any]) -> Any:
         return value
     if isinstance(value, tuple):
         if hasattr(value, "_fields"):
-            return tuple.__new__(type(value), after)  # a named tuple's own rules do not know stand-ins
+            return tuple.__new__(type(value), after)  # a named tuple's own checks may reject stand-ins
         return type(value)(after)
     if isinstance(value, list):
         return type(value)(after)

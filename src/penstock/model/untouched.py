@@ -1,7 +1,7 @@
-"""Running a model without leaving a trace in it: buffers, attributes and random states are put back.
+"""Run a model without side effects: buffers, attributes and random states are restored.
 
 A trace and a check run the user's forward more often than the user asked for. Statistics, counters and random draws
-must not show it.
+must not change.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from penstock.model.written import put_back
 
 
 class untouched:
-    """Put buffers, attributes, what they hold, and random states back as they were. `more` are generators that the
-    forward draws from and no module holds; `written`, the names of weights that it changes."""
+    """A context that restores buffers, attributes, their contents, and random states. `more` are generators that the
+    forward uses and no module holds; `written`, the names of weights that it changes."""
 
     def __init__(self, model: nn.Module, more: Iterable[torch.Generator] = (), written: Iterable[str] = ()) -> None:
         self.state = State(model.modules(), more=more)
@@ -49,7 +49,7 @@ class untouched:
 
 
 def copied(value: Any) -> Any:
-    """Inputs that a forward may change in place without the user's noticing."""
+    """Return copies of the inputs, which a forward may then change in place."""
     return tree.replace(value, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
 
 
@@ -58,18 +58,18 @@ def _chance() -> tuple[Any, Any, torch.Tensor]:
 
 
 class no_side_effects:
-    """Refuse open code that keeps something on a module of the model's.
+    """A context that refuses open code which sets attributes of the model's modules.
 
-    Open code runs once on every stage: counts would be too high. Inside an atom all is well, as long as no other event
-    reads what it has kept; `read` is told of every one that does. `now` is the running event. One thread at a time:
-    functions of all modules are others meanwhile.
+    Open code runs once on every stage, so that counters would be wrong. An atom may set attributes, as long as no other
+    event reads them; `read` is called with the event that set one. `now` returns the running event. One thread at a
+    time, as methods of all modules are replaced meanwhile.
     """
 
     one_at_a_time = threading.RLock()
 
     def __init__(self, walk: Walk, now: Callable[[], int], read: Callable[[int], None]) -> None:
         self.walk, self.now, self.read = walk, now, read
-        self.kept_inside: dict[tuple[int, str], int] = {}  # (module, attribute) -> the event that has set it
+        self.kept_inside: dict[tuple[int, str], int] = {}  # (module, attribute) -> the event that set it
 
     def __enter__(self) -> None:
         self.held = [_contents(module) for module in self.walk.layout.open]
@@ -105,7 +105,8 @@ class no_side_effects:
                     _refuse_state(f"{_named(self.walk, module)}.{name} changed by forward")
 
     def _watch_reads(self) -> None:
-        """From the first attribute that an atom sets on: few models do, and it makes every look at a module slow."""
+        """Observe reads of attributes once an atom has set one: few models do, and it slows down every attribute
+        access."""
         if self.kept_inside:
             return
 
@@ -132,7 +133,7 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _contents(module: nn.Module) -> dict[str, list[int]]:
-    """Identities of what a module's own lists, sets and dicts hold, hooks and the like left out."""
+    """Return the ids of the items in a module's own lists, sets and dicts, without hooks and the like."""
     return {
         name: [id(item) for item in (held.values() if isinstance(held, dict) else held)]
         for name, held in vars(module).items()

@@ -1,6 +1,6 @@
-"""Steps that lead from a weight to a view of it, to be taken again from another weight: found when it is saved.
+"""The steps that lead from a weight to its view, found when the view is saved and repeated on another weight.
 
-Autograd knows what it needs to go back through a view, and that is enough to go forward through it.
+Autograd's nodes keep what is needed to go backward through a view, and that is enough to go forward through it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CAST = "ToCopyBackward0"
 
 
 def steps_to(tensor: torch.Tensor) -> tuple[nn.Parameter, list[Step]] | None:
-    """From a parameter to a tensor by views and casts; None where anything else, or nothing, leads to it."""
+    """Return the parameter and the views and casts that lead from it to a tensor; None where anything else does."""
     found = _source(tensor.grad_fn)
     if found is None:
         return None
@@ -29,7 +29,7 @@ def steps_to(tensor: torch.Tensor) -> tuple[nn.Parameter, list[Step]] | None:
 
 
 def _source(node: Any) -> nn.Parameter | None:
-    """The parameter behind views and casts. Of most tensors there is none, so this looks at no more than it must."""
+    """Return the parameter behind views and casts; None for most tensors, so this has to be fast."""
     while node is not None:
         if node.name() not in _READ:
             return parameter_of(node)
@@ -38,13 +38,13 @@ def _source(node: Any) -> nn.Parameter | None:
 
 
 def parameter_of(node: Any) -> nn.Parameter | None:
-    """Whose gradient a node gathers."""
+    """Return the parameter whose gradient a node accumulates."""
     found = getattr(node, "variable", None)
     return found if isinstance(found, nn.Parameter) else None
 
 
 def _shaped(method: str) -> Callable[[Any, int], Step]:
-    """To the shape that the node says."""
+    """Return a step to the shape that the node records."""
 
     def read(node: Any, output: int) -> Step:
         shape = tuple(node._input_metadata[output].shape)
@@ -54,7 +54,8 @@ def _shaped(method: str) -> Callable[[Any, int], Step]:
 
 
 def _given(method: str, *names: str, many: bool = False) -> Callable[[Any, int], Step]:
-    """By what the node has kept under these names; `many`: one of the tensors that it makes."""
+    """Return a step with the arguments that the node saved under these names; `many`: it returns one of several
+    tensors."""
 
     def read(node: Any, output: int) -> Step:
         kept = [_signed(getattr(node, f"_saved_{name}")) for name in names]
@@ -74,7 +75,7 @@ def _cast(node: Any, output: int) -> Step:
 
 
 def _signed(number: Any) -> Any:
-    """A negative dimension is kept as an unsigned number."""
+    """Return a dimension that autograd saved as an unsigned number."""
     if isinstance(number, (tuple, list)):
         return tuple(map(_signed, number))
     return number - 2**64 if number >= 2**63 else number

@@ -1,9 +1,9 @@
-"""Running a model's own forward and meeting every event in it.
+"""Run a model's own forward and observe every event in it.
 
-Cutting a model between two of its submodules means that the code around them, the forwards of the modules that contain
-the cut, is run by every stage. Those modules are *open*. What open code does is a sequence of *events*: a call of a
-submodule that is not open (an *atom*, run or skipped as a whole), or a torch function between atoms (*glue*). A trace
-records the events of one forward; a replay runs those of one stage and skips the others. Both are walks.
+Where a model is cut between two of its submodules, the code around them, which is the forwards of the modules that
+contain the cut, is run by every stage. Those modules are *open*. What open code does is a sequence of *events*: a call
+of a submodule that is not open (an *atom*, run or skipped as a whole), or a torch function between atoms (*glue*). A
+trace records the events of one forward; a replay runs those of one stage and skips the others. Both are walks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from penstock.model.trace import hollow, standing_for
 
 _CALL = nn.Module.__call__
 _APPLY = vars(torch.autograd.Function)["apply"]  # the classmethod itself: taken from the class it would be bound to it
-_transform = torch._C._functorch.maybe_current_level  # None outside
+transform_level = torch._C._functorch.maybe_current_level  # None outside
 _LIBRARIES = ("torch", "penstock", "contextlib", "functools", "random", "copy")
 
 
 class Layout:
-    """What every walk of one model needs to know of it, found once: walking is done for each micro-batch and stage."""
+    """The facts about a model that every walk needs, computed once, as walks run for each micro-batch and stage."""
 
     def __init__(self, model: nn.Module, opened: frozenset[str]) -> None:
         self.model = model
@@ -38,11 +38,11 @@ class Layout:
         self.modules = tuple(model.modules())
         self.open = tuple(module for name, module in model.named_modules() if name in opened)
         self.opened = frozenset(map(id, self.open))
-        self.parameters: dict[int, str] = {}  # identity -> name; tied ones have the first of theirs
+        self.parameters: dict[int, str] = {}  # id() -> name; tied parameters have their first name
         self.read_parameters()
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter of the model, even one given to it since."""
+        """Whether a tensor is a parameter of the model, even one assigned since."""
         if not isinstance(tensor, nn.Parameter):
             return False
         if id(tensor) not in self.parameters:
@@ -50,25 +50,29 @@ class Layout:
         return id(tensor) in self.parameters
 
     def hollow(self, value: Any) -> Any:
-        """A result with empty tensors in it, and with names in place of parameters."""
+        """Return a result with empty tensors, and with names in place of parameters."""
         return tree.replace(
             value, lambda t: standing_for(self.parameters[id(t)], t) if self.is_parameter(t) else hollow(t)
         )
 
     def read_parameters(self) -> None:
-        """Learn the parameters that the model has now."""
+        """Read the current parameters of the model."""
         self.parameters = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             self.parameters.setdefault(id(parameter), name)
 
 
 class Walk(TorchFunctionMode):
-    """A forward under observation. Subclasses say what an atom call and a torch function do."""
+    """An observed forward. Subclasses define what an atom call and a torch function do."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
         self.layout = layout
-        self.inside = False  # an event is running: its own calls are nobody's business
+        self.inside = False  # whether an event is running, whose own calls are not observed
+
+    def met(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an atom call."""
+        return self.hidden(self.atom, name, partial(_CALL, module), args, kwargs)
 
     def atom(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -77,16 +81,16 @@ class Walk(TorchFunctionMode):
         raise NotImplementedError
 
     def transformed(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note a call inside a transform of torch.func (vmap, say): it runs on every stage, as its tensors cannot be
-        sent."""
+        """Handle a call inside a transform of torch.func (such as vmap): it runs on every stage, as its tensors cannot
+        be sent."""
 
     def made_inside(self, result: Any) -> Any:
-        """What a custom Function inside an event gave."""
+        """Return the result of a custom Function inside an event."""
         return result
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's forward under this walk. What it takes out of a dict or puts into a list of its inputs, the
-        next walk finds there again."""
+        """Run the model's forward under this walk. Containers in its inputs are copied, so that changes to them do not
+        affect the next walk."""
         args, kwargs = tree.fresh((args, kwargs))
         with watching():
             _running.walk, before = self, _running.walk
@@ -97,7 +101,7 @@ class Walk(TorchFunctionMode):
                 _running.walk = before
 
     def native(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run something as if nobody watched."""
+        """Run a call without observing it."""
         self.inside = True
         try:
             return call(*args, **kwargs)
@@ -105,7 +109,7 @@ class Walk(TorchFunctionMode):
             self.inside = False
 
     def hidden(self, meet: Callable[..., Any], *arguments: Any) -> Any:
-        """Meet an event with the mode off, as torch does for functions: an atom runs at full speed."""
+        """Run an event with the mode off, as torch does for functions, so that an atom runs at full speed."""
         mine = torch.overrides._get_current_function_mode() is self  # type: ignore[no-untyped-call]
         if mine:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -120,14 +124,14 @@ class Walk(TorchFunctionMode):
     ) -> Any:
         if self.inside:
             return func(*args, **(kwargs or {}))
-        if _transform() is not None:
-            self.transformed(_name(func), args, kwargs or {})
+        if transform_level() is not None:
+            self.transformed(function_name(func), args, kwargs or {})
             return func(*args, **(kwargs or {}))
-        return self.glue(_name(func), func, args, kwargs or {})
+        return self.glue(function_name(func), func, args, kwargs or {})
 
 
 class _Running(threading.local):
-    """The walk of each thread: what another thread does meanwhile is no part of it."""
+    """The walk of each thread: calls on other threads are not part of it."""
 
     def __init__(self) -> None:
         self.walk: Walk | None = None
@@ -138,13 +142,13 @@ _lock = threading.Lock()
 
 
 class watching:
-    """Calls of modules and of autograd Functions come to the running walk first. May be entered inside itself.
+    """A context in which calls of modules and of autograd Functions go to the running walk first. It may be nested.
 
-    Every walk enters it; whoever runs many of them does so once around all, for changing a class that all modules
-    inherit from makes Python forget what it has looked up in each of them.
+    Every walk enters it; code that runs many walks should enter it once around all, because changing the base class of
+    all modules clears Python's attribute caches.
     """
 
-    depth = 0  # in all threads
+    depth = 0  # nesting depth over all threads
 
     def __enter__(self) -> None:
         with _lock:
@@ -168,15 +172,16 @@ def is_walking() -> bool:
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = _running.walk
-    if walk is None or walk.inside:
-        return _CALL(module, *args, **kwargs)
-    if _transform() is not None:
+    if walk is None or walk.inside:  # what torch's own does, without another call around it: nearly all
+        own = module._compiled_call_impl
+        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)
+    if transform_level() is not None:
         walk.transformed(type(module).__name__, (args, list(module.parameters())), kwargs)
         return _CALL(module, *args, **kwargs)
     if id(module) in walk.layout.opened:
         return padded(_CALL, module, *args, **kwargs) if is_encoder(module) else _CALL(module, *args, **kwargs)
     name = walk.layout.names.get(id(module), f"({type(module).__name__})")
-    return walk.hidden(walk.atom, name, partial(_CALL, module), args, kwargs)
+    return walk.met(name, module, args, kwargs)
 
 
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +190,7 @@ def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         return run(cls, *args, **kwargs)
     if walk.inside:
         return walk.made_inside(run(cls, *args, **kwargs))
-    if _transform() is not None:
+    if transform_level() is not None:
         walk.transformed(cls.__name__, args, kwargs)
         return run(cls, *args, **kwargs)
     return walk.hidden(walk.glue, f"{cls.__module__}.{cls.__qualname__}.apply", partial(run, cls), args, kwargs)
@@ -194,7 +199,8 @@ def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
 _names: dict[Any, str] = {}
 
 
-def _name(func: Callable[..., Any]) -> str:
+def function_name(func: Callable[..., Any]) -> str:
+    """A torch function's name."""
     name = _names.get(func)
     if name is None:
         name = _names[func] = resolve_name(func) or getattr(func, "__qualname__", repr(func))
@@ -202,7 +208,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def users_line(frame: FrameType | None = None) -> str:
-    """File and line of the innermost frame that is the user's, not a library's; from this one, or the caller's on."""
+    """Return file and line of the innermost frame outside of libraries, from `frame` or the caller's on."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

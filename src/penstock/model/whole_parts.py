@@ -1,4 +1,4 @@
-"""What keeps a model from being cut into more stages: its heaviest parts, and why each stays whole."""
+"""The explanation why a model cannot be cut into more stages: its heaviest parts, and why each stays whole."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import nn
 
 from penstock.model.trace import Trace
 
-NAMED = 3  # parts
+NAMED = 3  # parts in the explanation
 
 
 def whole_parts(model: nn.Module, seen: Trace, load: list[float], hooks_of: Callable[[nn.Module], list[str]]) -> str:
-    """The heaviest modules that the forward calls, each with its share of the operations and why it is not opened."""
+    """Return the heaviest modules that the forward calls, each with its share of the operations and why it is not
+    opened."""
     calls = Counter(event.name for event in seen.events if event.atom and not event.name.startswith("("))
     weight: dict[str, float] = dict.fromkeys(calls, 0.0)
     for event, its in zip(seen.events, load, strict=True):

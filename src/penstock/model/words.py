@@ -1,7 +1,7 @@
-"""What goes along with a micro-batch's tensors in training without a flush, so that nobody has to meet for it.
+"""Facts that accompany a micro-batch's tensors in training without a flush, so that no collective is needed.
 
-Down, with its forward: the norm that a round's gradients have been found to have, and overflows. Up, with its backward:
-its loss, the scale of its gradients, and what the round's gradients add to the norm so far.
+With its forward: the gradient norm of a mini-batch, and overflows. With its backward: its loss, the scale of its
+gradients, and the sum of squares of the gradients so far.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ _DOWN, _UP = struct.Struct("<2d"), struct.Struct("<4d")
 
 @dataclass
 class Words:
-    """Of one micro-batch. A norm that nobody has asked for is negative."""
+    """The facts of one micro-batch. A negative norm means that there is none."""
 
-    agreed: float = -1.0  # the norm of all gradients of the round whose version this micro-batch is the first to use
-    overflow: float = 0.0  # the scale under which some stage's gradients have overflowed since it last said so
-    total: float = 0.0  # its loss, as a sum
-    weight: float = 0.0  # and what that is divided by
+    agreed: float = -1.0  # norm of all gradients of the mini-batch whose version this micro-batch uses first
+    overflow: float = 0.0  # the scale under which some stage's gradients have overflowed since its last report
+    total: float = 0.0  # sum of its loss
+    weight: float = 0.0  # divisor of the sum
     scale: float = 1.0
-    squares: float = 0.0  # of the gradients of all stages that the backward has passed, of its mini-batch
+    squares: float = 0.0  # sum of squares of its mini-batch's gradients on all stages that the backward has passed
 
     def down(self) -> bytes:
         return _DOWN.pack(self.agreed, self.overflow)
 
     def heard_down(self, told: bytes) -> bytes:
-        """Take it in; returns what else was told."""
+        """Read the facts of a forward, and return the rest of the bytes."""
         self.agreed, self.overflow = _DOWN.unpack_from(told)
         return told[_DOWN.size :]
 

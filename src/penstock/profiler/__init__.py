@@ -1,1 +1,1 @@
-"""Layers → Profile: measured here, or estimated for hardware that is not."""
+"""Profiles of layers, measured on this device or estimated for another."""

@@ -1,4 +1,4 @@
-"""Attention as a GPU runs it: fused, with dropout too. On a CPU dropout would mean the scores in full."""
+"""Fused attention for estimates, with dropout too: on a CPU, dropout would compute all scores."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Drops nothing, which costs the same: a fused kernel draws its own numbers and keeps none of them."""
-    torchs = F.scaled_dot_product_attention
+    """Replace attention by a call without dropout. Its cost is the same: a fused kernel draws dropout itself and keeps
+    nothing."""
+    original = F.scaled_dot_product_attention
 
     def fused(
         query: torch.Tensor,
@@ -24,10 +25,10 @@ def fused_attention() -> Iterator[None]:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        return torchs(query, key, value, attn_mask, 0.0, *args, **kwargs)
+        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     F.scaled_dot_product_attention = fused
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = torchs
+        F.scaled_dot_product_attention = original

@@ -1,8 +1,7 @@
-"""All stages of a split in this process, and a mini-batch run through them as an engine would, every operation timed.
+"""Run a mini-batch through all stages of a split in this process, as an engine would, and time every operation.
 
-Stage after stage forward, then back, with another micro-batch in between: so each finds in the caches what it would
-find there in a pipeline, which is hardly ever itself, and memory is handed out as there. Or one stage after the other,
-each over the whole mini-batch: so a rank runs its only stage.
+Stages run forward one after another, then backward, with another micro-batch in between: so caches and the allocator
+are in a state as in a pipeline. Or one stage after another runs the whole mini-batch, as a rank runs its only stage.
 """
 
 from __future__ import annotations
@@ -25,16 +24,18 @@ from penstock.model.loss import Loss
 from penstock.model.reweigh import Reweigh
 from penstock.model.split import Split
 from penstock.model.stage import Job, Settings, Stage, Values
-from penstock.profiler.laps import Laps
+from penstock.profiler.work_timer import WorkTimer
 
 Read = dict[Any, float]  # seconds by operation, stage and micro-batch
-SEEN = 3  # micro-batches that are run of a mini-batch: the first, whose gradients are new, and others
-SEEN_ALONE = 5  # enough for some that run as most of a mini-batch do: a forward after a backward, and the other way
+SEEN = 3  # micro-batches of a mini-batch that are run: the first, whose gradients are new, and others
+SEEN_ALONE = (
+    5  # enough for some that run as most of a mini-batch: a forward after a backward, a backward after a forward
+)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch, what makes a loss of the model's result for it, and how many such there are in a mini-batch."""
+    """A micro-batch, the function that turns the model's result into a loss, and the number of micro-batches."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -44,23 +45,24 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Mean seconds of a micro-batch, by operation and stage; and how uneven micro-batches were, see `_unevenness`."""
+class BenchRun:
+    """Mean seconds of a micro-batch by operation and stage, and the unevenness of micro-batches (see `_unevenness`)."""
 
     seconds: dict[Op, FloatArray]
     unevenness: float
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Bytes that a stage keeps of a micro-batch: for its backward, and from its input gradient to its weight's."""
+class KeptBytes:
+    """Bytes that a stage keeps of a micro-batch: until its backward, and from its input gradient to its weight
+    gradient."""
 
     activations: int
     until_weight: int
 
 
 class Bench:
-    """The stages of one split. Gradients are left in the parameters."""
+    """The stages of one split, to be timed. Gradients are left in the parameters."""
 
     def __init__(self, split: Split, batch: Batch, settings: Settings, norms: DeferredNorms) -> None:
         named, ties, buffers = dict(split.model.named_parameters()), split.ties(), Buffers(split.model)
@@ -74,49 +76,50 @@ class Bench:
         self.recipes = [
             Reweigh([(names[p], p) for p in stage.parameters], constants=split.model.buffers()) for stage in self.stages
         ]
-        self.laps = Laps(settings.device)
-        self.received: dict[int, Values] = {}  # by stage: what it was given last, to begin with
-        self.given: dict[int, Values] = {}  # and to go back with
+        self.timer = WorkTimer(settings.device)
+        self.received: dict[int, Values] = {}  # by stage, its last inputs
+        self.given: dict[int, Values] = {}  # by stage, its last gradients
 
-    def run(self, apart: bool, newest: bool = False, alone: bool = False) -> Run:
-        """A mini-batch: F and B of each micro-batch on each stage, or F, I and W. `newest`: as where backwards are
-        given newer weights than their forwards. `alone`: stage by stage."""
+    def run(self, apart: bool, renewed: bool = False, alone: bool = False) -> BenchRun:
+        """Run a mini-batch: F and B of each micro-batch on each stage, or F, I and W. `renewed`: backwards get newer
+        weights than their forwards. `alone`: stage by stage."""
         self._clear()
         for stage, recipes in zip(self.stages, self.recipes, strict=True):
-            stage.reweigh = recipes if newest else None
-        seen = min(self.batch.count, SEEN_ALONE if alone else SEEN)
+            stage.reweigh = recipes if renewed else None
+        count = min(self.batch.count, SEEN_ALONE if alone else SEEN)
         if alone:
-            self._one_by_one(seen, apart)
+            self._stage_by_stage(count, apart)
         else:
-            self._in_flight(seen, apart)
+            self._interleaved(count, apart)
         self.norms.forget()
-        read, ops = self.laps.read(), (Op.F, Op.I, Op.W) if apart else (Op.F, Op.B)
-        later = {op: _later(op, seen, alone) for op in ops}
-        return Run({op: self._means(read, op, later[op]) for op in ops}, _unevenness(read, later))
+        read, ops = self.timer.read(), (Op.F, Op.I, Op.W) if apart else (Op.F, Op.B)
+        later = {op: _later(op, count, alone) for op in ops}
+        return BenchRun({op: self._means(read, op, later[op]) for op in ops}, _unevenness(read, later))
 
-    def renews(self) -> bool:
-        """Whether backwards could be given newer weights; what the model does with its weights may not allow it."""
+    def can_renew_weights(self) -> bool:
+        """Whether backwards can get newer weights than their forwards. The model's use of its weights may not allow
+        it."""
         try:
-            self.run(apart=False, newest=True)
+            self.run(apart=False, renewed=True)
         except SplitError:
-            self.laps.read()
+            self.timer.read()
             self.norms.forget()
             return False
         return True
 
-    def weigh(self) -> list[Kept]:
-        """Bytes that every stage keeps."""
+    def kept_bytes(self) -> list[KeptBytes]:
+        """Return the bytes that every stage keeps."""
         self._clear()
         heaps = [Heap((*self.split.model.parameters(), *self.split.model.buffers())) for _ in self.stages]
         late = [0] * len(self.stages)
         self._micro_batch(False, heaps)
         self._micro_batch(True, late=late)
-        self.laps.read()
+        self.timer.read()
         self.norms.forget()
-        return [Kept(heap.bytes, held) for heap, held in zip(heaps, late, strict=True)]
+        return [KeptBytes(heap.bytes, held) for heap, held in zip(heaps, late, strict=True)]
 
     def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """What the last mini-batch has left for a parameter; of one that several stages use, one's part."""
+        """Return the last mini-batch's gradient of a parameter; of one that several stages use, one stage's part."""
         parts = (stage.parts[parameter] for stage in self.stages if parameter in stage.parts)
         return parameter.grad if parameter.grad is not None else next(parts, None)
 
@@ -126,8 +129,8 @@ class Bench:
         for stage in self.stages:
             stage.drop()
 
-    def _in_flight(self, count: int, apart: bool) -> None:
-        """So many micro-batches; each goes back when the next one has gone forward."""
+    def _interleaved(self, count: int, apart: bool) -> None:
+        """Run `count` micro-batches; each runs backward after the next one has run forward."""
         jobs = [self._job(part) for part in range(count)]
         for before, job in zip((None, *jobs), (*jobs, None), strict=True):
             if job is not None:
@@ -135,12 +138,12 @@ class Bench:
             if before is not None:
                 self._backwards(before, apart)
 
-    def _one_by_one(self, count: int, apart: bool) -> None:
-        """The same, one stage after the other, each with what it was given before."""
-        if len(self.given) < len(self.stages):  # none has been all the way yet
+    def _stage_by_stage(self, count: int, apart: bool) -> None:
+        """Run `count` micro-batches on one stage after another, with the inputs of an earlier run."""
+        if len(self.given) < len(self.stages):  # no micro-batch has passed all stages yet
             self._micro_batch(apart)
             self._clear()
-            self.laps.read()
+            self.timer.read()
         jobs = [self._job(part) for part in range(count)]
         for stage in self.stages:
             for before, job in zip((None, *jobs), (*jobs, None), strict=True):
@@ -168,9 +171,9 @@ class Bench:
     def _forward(self, stage: Stage, job: Job, received: Values, apart: bool, heap: Heap | None = None) -> Values:
         work = partial(stage.forward, job, received, apart)
         if heap is not None:
-            work = partial(_weighed, work, heap, received)
-        made, _ = self.laps.run((Op.F, stage.index, job.part), work)
-        return made
+            work = partial(_record_kept, work, heap, received)
+        outputs, _ = self.timer.run((Op.F, stage.index, job.part), work)
+        return outputs
 
     def _backwards(self, job: Job, apart: bool, late: list[int] | None = None) -> None:
         gradients: Values = {}
@@ -183,15 +186,16 @@ class Bench:
 
     def _backward(self, stage: Stage, job: Job, given: Values, apart: bool, late: list[int] | None = None) -> Values:
         at = stage.index
-        found = self.laps.run((Op.I if apart else Op.B, at, job.part), partial(stage.backward, job, given))
+        gradients = self.timer.run((Op.I if apart else Op.B, at, job.part), partial(stage.backward, job, given))
         if late is not None:
             late[at] = stage.queues[job.number].held_bytes
         if apart:
-            self.laps.run((Op.W, at, job.part), partial(stage.weight_gradient, job))
-        return found
+            self.timer.run((Op.W, at, job.part), partial(stage.weight_gradient, job))
+        return gradients
 
     def _means(self, read: Read, op: Op, later: range) -> FloatArray:
-        """Over a whole mini-batch: those that were not run are as the later ones that were."""
+        """Return the means over a whole mini-batch. Micro-batches that were not run count as the later ones that
+        were."""
         stages = range(len(self.stages))
         first, *others = (np.array([read[op, at, part] for at in stages]) for part in (0, *later))
         rest = np.mean(others, axis=0) if others else first
@@ -200,16 +204,16 @@ class Bench:
 
 
 def _later(op: Op, seen: int, alone: bool) -> range:
-    """The micro-batches that run as all but the first of a mini-batch do. Alone, the second forward still follows a
-    forward, and the last backward a backward."""
+    """Return the micro-batches that run as all but the first of a mini-batch. Stage by stage, the second forward still
+    follows a forward, and the last backward a backward."""
     if not alone or seen < 3:
         return range(1, seen)
     return range(2, seen) if op is Op.F else range(1, seen - 1)
 
 
 def _unevenness(read: Read, later: dict[Op, range]) -> float:
-    """From the last of the later micro-batches but one to the last: the mean square of a deviation, as a share of that
-    of the seconds. 0 where there are not two that are alike."""
+    """Return the mean square deviation between the last two comparable micro-batches, relative to the mean square of
+    their seconds. 0 where there are not two."""
     pairs = [
         (seconds, read[op, at, part - 1])
         for (op, at, part), seconds in read.items()
@@ -223,12 +227,13 @@ def _unevenness(read: Read, later: dict[Op, range]) -> float:
 
 
 def _copies(values: Values) -> Values:
-    """What comes in may be written to."""
+    """Return copies of a stage's inputs, which it may overwrite."""
     return {value: tensor.clone() for value, tensor in values.items()}
 
 
-def _weighed(work: Callable[[], Any], heap: Heap, received: Values) -> Any:
-    """What comes in is kept, too; what goes out, the next stage keeps."""
+def _record_kept(work: Callable[[], Any], heap: Heap, received: Values) -> Any:
+    """Run a stage and record the bytes that it keeps, its inputs included. Its outputs are counted by the next
+    stage."""
     for tensor in received.values():
         heap.add(tensor)
     with heap.saving():

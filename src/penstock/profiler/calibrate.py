@@ -1,8 +1,8 @@
-"""Measuring what kernels reach on the device that is here: products, attention, elementwise work, and launches.
+"""Measure the throughput of kernels on this device: matrix products, attention, elementwise work, and launches.
 
-A product of n operations takes n / rate + ramp + launch: the best rate of several sizes is the peak, the time that a
-small one takes beyond it the ramp. Bandwidth is that of a large copy; the share of it that elementwise kernels and
-norms reach is their mean.
+A product of n operations takes n / rate + ramp + launch: the peak is the best rate of several sizes, and the ramp is
+the time that a small one takes beyond it. Bandwidth is that of a large copy; the memory share is the mean that
+elementwise kernels and norms reach of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from penstock.profiler.devices import ARITHMETICS, MACHINES, Machine
 
-SHORTEST = 5e-3  # seconds of a round
-LONGEST = 0.5  # of a call, about
+SHORTEST = 5e-3  # least seconds of a round
+LONGEST = 0.5  # approximate limit of seconds of a call
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Run = Callable[[], object]
 
@@ -25,36 +25,36 @@ Run = Callable[[], object]
 def calibrate(
     progress: Callable[[str], None] = lambda what: None, clock: Callable[[], float] = time.perf_counter
 ) -> Machine:
-    """The device that is here, measured: the first GPU, or the CPU with the threads that torch uses."""
-    here = _Here(torch.device("cuda" if torch.cuda.is_available() else "cpu"), clock)
+    """Measure this device: the first GPU, or the CPU with torch's number of threads."""
+    device = _MeasuredDevice(torch.device("cuda" if torch.cuda.is_available() else "cpu"), clock)
     peaks: dict[str, float] = {}
     ramps: list[float] = []
     with torch.no_grad():
         progress("launches")
-        here.find_launch()
+        device.find_launch()
         for name, dtype in DTYPES.items():
             progress(f"products in {name}")
-            peaks[name], ramp = here.products(dtype)
+            peaks[name], ramp = device.products(dtype)
             ramps.append(ramp)
-        peaks["tf32"] = here.tf32() if here.gpu else peaks["fp32"]
+        peaks["tf32"] = device.tf32() if device.gpu else peaks["fp32"]
         progress("attention")
-        common = "bf16" if here.gpu else "fp32"
-        attention = min(1.0, here.attention(DTYPES[common]) / peaks[common])
+        common = "bf16" if device.gpu else "fp32"
+        attention = min(1.0, device.attention(DTYPES[common]) / peaks[common])
         progress("memory")
-        bandwidth, share, ramp = here.memory()
+        bandwidth, share, ramp = device.memory()
     ordered = {name: peaks[name] for name in ARITHMETICS}
-    return Machine(here.kind(), ordered, bandwidth, here.launch, 1.0, median(ramps), attention, share, ramp)
+    return Machine(device.kind(), ordered, bandwidth, device.launch, 1.0, median(ramps), attention, share, ramp)
 
 
-class _Here:
-    """A device under measurement."""
+class _MeasuredDevice:
+    """The device that is measured."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self.device, self.clock, self.gpu = device, clock, device.type == "cuda"
         self.launch = 0.0
 
     def kind(self) -> str:
-        """Our own name of the device, or the vendor's."""
+        """Return penstock's name of the device, or the vendor's."""
         if not self.gpu:
             return "cpu"
         facts = torch.cuda.get_device_properties(self.device)
@@ -63,7 +63,8 @@ class _Here:
         return min(near, key=lambda kind: abs(MACHINES[kind].memory - facts.total_memory), default="-".join(words))
 
     def seconds(self, run: Run) -> float:
-        """Of one call among many, less its launch, in the best of five rounds: others may disturb, and none help."""
+        """Return the seconds of one call, averaged over many, less its launch, in the best of five rounds: other
+        processes can only slow it down."""
         run()
         times, rounds = 1, [self._round(run, 1)]
         while rounds[-1] < SHORTEST:
@@ -89,14 +90,14 @@ class _Here:
         self.launch = self.seconds(lambda: x.add_(1))
 
     def products(self, dtype: torch.dtype) -> tuple[float, float]:
-        """The best rate of square products, and what a small one takes beyond it."""
-        found: dict[int, float] = {}
+        """Return the best rate of square products, and the additional seconds of a small one."""
+        seconds_by_work: dict[int, float] = {}
         for n in (512, 2048, 8192) if self.gpu else (64, 256, 1024):
-            took = found[2 * n**3] = self._product(torch.ones(n, n, dtype=dtype, device=self.device))
-            if 4**3 * took > LONGEST:  # as the next would
+            duration = seconds_by_work[2 * n**3] = self._product(torch.ones(n, n, dtype=dtype, device=self.device))
+            if 4**3 * duration > LONGEST:  # the next size takes 64 times as long
                 break
-        rate, small = max(work / seconds for work, seconds in found.items()), min(found)
-        return rate, max(found[small] - small / rate, 0.0)
+        rate, small = max(work / seconds for work, seconds in seconds_by_work.items()), min(seconds_by_work)
+        return rate, max(seconds_by_work[small] - small / rate, 0.0)
 
     def _product(self, square: torch.Tensor) -> float:
         return self.seconds(lambda: square @ square)
@@ -115,7 +116,8 @@ class _Here:
         return 4 * 2 * 8 * length**2 * 64 / self.seconds(lambda: F.scaled_dot_product_attention(q, q, q))
 
     def memory(self) -> tuple[float, float, float]:
-        """Bytes/s of a copy, the share of it that other kernels reach, and what a small copy takes beyond it."""
+        """Return the bytes/s of a copy, the share of it that other kernels reach, and the additional seconds of a small
+        copy."""
         x = torch.ones(2**14 if self.gpu else 2**11, 2048, device=self.device)
         y, few = torch.empty_like(x), x[:8].clone()
         spare, moved = few.clone(), 2 * x.numel() * x.element_size()

@@ -1,4 +1,4 @@
-"""A calibration: a TOML file that says what kernels reach on a device. Keys that it leaves out stay as they are known.
+"""A calibration: a TOML file with the measured throughput of a device. Keys that it leaves out keep their known values.
 
 device = "h100"            # which; another name makes another device, and then peaks and bandwidth are needed
 bandwidth = 3.35e12        # bytes/s
@@ -31,7 +31,7 @@ KEYS = ("device", "peaks", *NUMBERS)
 
 
 def read_machine(device: str | None, calibration: str | Path | None = None) -> Machine:
-    """A device by its name, as a calibration corrects it."""
+    """Return a device by its name, corrected by a calibration."""
     if calibration is None:
         if device is None:
             raise InputError("a device to estimate for", "none", f"give device, such as {', '.join(MACHINES)}")
@@ -46,14 +46,14 @@ def read_machine(device: str | None, calibration: str | Path | None = None) -> M
         return replace(base, **given, peaks={**base.peaks, **peaks})
     for key, value in (("peaks", peaks), ("bandwidth", given.get("bandwidth"))):
         if not value:
-            known = f"{key}, for a device that is not known ({', '.join(MACHINES)} are)"
-            raise FormatError(f"{where}: {key}", known, "none", "add it, or correct device")
+            expected = f"{key}, for a device that is not known ({', '.join(MACHINES)} are)"
+            raise FormatError(f"{where}: {key}", expected, "none", "add it, or correct device")
     least = min(peaks.values())
     return Machine(kind, **given, peaks={name: peaks.get(name, least) for name in ARITHMETICS})
 
 
-def written(machine: Machine) -> str:
-    """The file that gives this machine back, whatever is known of its kind."""
+def calibration_text(machine: Machine) -> str:
+    """Return a calibration file that defines this machine completely."""
     table = asdict(machine)
     lines = [f'device = "{machine.kind}"', *(f"{key} = {table[key]:.6g}" for key in NUMBERS)]
     return "\n".join([*lines, "", "[peaks]", *(f"{key} = {value:.6g}" for key, value in machine.peaks.items()), ""])
@@ -73,10 +73,10 @@ def _require_keys(where: str, table: dict[str, Any]) -> None:
         _require_number(f"{where}: peaks.{key}", value, key)
 
 
-def _require_known(where: str, key: str, known: tuple[str, ...]) -> None:
-    if key not in known:
-        near = get_close_matches(key, known, n=1)
-        do = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+def _require_known(where: str, key: str, keys: tuple[str, ...]) -> None:
+    if key not in keys:
+        near = get_close_matches(key, keys, n=1)
+        do = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(keys)}"
         raise FormatError(f"{where}: {key}", "a key of a calibration", "an unknown one", do)
 
 
@@ -93,11 +93,13 @@ def _require_number(where: str, value: object, key: str) -> None:
 
 
 def _kind(where: str, device: str | None, table: dict[str, Any]) -> str:
-    """The device that is meant: the file's, unless it says nothing; both must be the same."""
+    """Return the device: the file's or the argument's; both must agree."""
     named = full_name(table["device"]) if "device" in table else None
     if device is None and named is None:
         raise FormatError(f"{where}: device", "the name of a device, here or as a flag", "none", "add it")
     if device is None or named is None or full_name(device) == named:
         kind = named or full_name(str(device))
         return kind if named else machine_of(kind).kind
-    raise FormatError(f"{where}: device", f"{device!r}, as asked", repr(table["device"]), "take the device's own file")
+    raise FormatError(
+        f"{where}: device", f"{device!r}, as requested", repr(table["device"]), "give the calibration of that device"
+    )

@@ -1,4 +1,4 @@
-"""Counts the operations that run while it is on, forward or backward, on real tensors or fake ones."""
+"""Count the operations that run, forward or backward, on real or fake tensors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.profiler.operations import Operation, operation
+from penstock.profiler.operations import OperatorCall, call_of
 
-Work = Counter[Operation]
+Work = Counter[OperatorCall]
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`work` is all that has run since it was made."""
+    """A mode that counts operations; `work` holds those of all its uses."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -24,16 +24,17 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        found = operation(func, args, kwargs, result)
-        if found is not None:
-            self.work[found] += 1
+        call = call_of(func, args, kwargs, result)
+        if call is not None:
+            self.work[call] += 1
         return result
 
 
 def flops(work: Work) -> int:
+    """Return the operations."""
     return sum(one.flops * times for one, times in work.items())
 
 
-def moved(work: Work) -> int:
-    """Bytes."""
+def bytes_moved(work: Work) -> int:
+    """Return the bytes."""
     return sum(one.bytes * times for one, times in work.items())

@@ -1,7 +1,8 @@
-"""Devices by name: what they could do at best, from the vendors' data sheets, and how near kernels come to it.
+"""Devices by name: their peak throughput, from the vendors' data sheets, and the share of it that kernels reach.
 
-Peaks are dense (no sparsity), in operations a second. The shares are what large kernels of common libraries reach, the
-same for all GPUs: round figures, which a calibration replaces by measured ones. Memory is where clusters have it.
+Peaks are dense (no sparsity), in operations a second. The shares are those of large kernels in common libraries, the
+same for all GPUs: round figures, which a calibration replaces by measured ones. Memory sizes come from the cluster
+presets.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ ARITHMETICS = ("fp64", "fp32", "tf32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Roof:
-    """One limit of a device: what it can do a second, the share of it that large kernels reach, and the seconds in
-    which a kernel gets there: one whose work would take as long reaches half of the share."""
+    """A limit of a device: the peak throughput, the share that large kernels reach, and the ramp in seconds. A kernel
+    whose work takes as long as the ramp reaches half of the share."""
 
     peak: float
     share: float
@@ -28,27 +29,28 @@ class Roof:
         return work / (self.peak * self.share) + self.ramp if work else 0.0
 
     def efficiency(self, work: float) -> float:
-        """The share of the peak that a kernel of this size reaches: share · t / (t + ramp), t being work at `share`."""
+        """Return the share of the peak that a kernel of this size reaches: share · t / (t + ramp), t being its seconds
+        at `share`."""
         return work / (self.peak * self.seconds(work)) if work else 0.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides how long an operator takes."""
+    """The figures of a device that determine the time of an operator."""
 
     kind: str
     peaks: dict[str, float]  # operations a second, by arithmetic
     bandwidth: float  # bytes a second
-    launch: float = 5e-6  # seconds from one kernel to the next, whatever it does
+    launch: float = 5e-6  # seconds from one kernel to the next
     matmul_share: float = 0.75
     matmul_ramp: float = 4e-6  # seconds
-    attention_share: float = 0.5  # products and a softmax in turns
+    attention_share: float = 0.5  # products and softmax alternate
     memory_share: float = 0.85
     memory_ramp: float = 1e-6  # seconds
 
     @property
     def memory(self) -> float:
-        """Bytes, if anybody knows."""
+        """Bytes of memory; infinite where unknown."""
         return KINDS.get(self.kind, {}).get("memory", float("inf"))
 
     @property
@@ -74,7 +76,7 @@ _HOPPER = _peaks(67e12, 67e12, 494.7e12, 989.4e12, 989.4e12)
 _L40S = _peaks(1.43e12, 91.6e12, 183e12, 362e12, 362e12)
 # NVIDIA Ada GPU architecture white paper, 2022, appendix: tensor cores that add up in fp32; fp64 is 1/64 of fp32.
 _RTX_4090 = _peaks(1.29e12, 82.6e12, 82.6e12, 165.2e12, 165.2e12)
-# One core with AVX2 at 3 GHz: 2 fused multiply-adds of 8 numbers a cycle. Nobody's machine: calibrate.
+# One core with AVX2 at 3 GHz: 2 fused multiply-adds of 8 numbers a cycle. A placeholder: calibrate.
 _CORE = _peaks(48e9, 96e9, 96e9, 96e9, 96e9)
 
 MACHINES = {
@@ -99,11 +101,11 @@ def full_name(name: str) -> str:
 
 
 def machine_of(name: str) -> Machine:
-    """A device by its name."""
-    known = full_name(name)
-    if known not in MACHINES:
+    """Return a device by its name."""
+    full = full_name(name)
+    if full not in MACHINES:
         every = [*MACHINES, *SHORT]
         near = get_close_matches(str(name).lower(), every, n=3)
         advice = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(every)}"
         raise InputError("the name of a device", repr(name), advice)
-    return MACHINES[known]
+    return MACHINES[full]

@@ -1,4 +1,4 @@
-"""A Profile for hardware that is not here, of a model that is not built: counted work against a device's roofs."""
+"""Estimate a profile for another device, of a model without weights: counted work against the limits of the device."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from penstock.profiler.bench import Batch
 from penstock.profiler.counting import flops
 from penstock.profiler.devices import Machine
 from penstock.profiler.layer_costs import layer_costs
-from penstock.profiler.optimizing import steps_of
-from penstock.profiler.rehearsal import rehearse
+from penstock.profiler.layer_work import count_work
+from penstock.profiler.optimizer_steps import optimizer_steps
 from penstock.profiler.updates import Make
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A profile, and what it was made of."""
+    """An estimated profile, and the totals behind it."""
 
     profile: Profile
     machine: Machine
@@ -44,25 +44,25 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of one micro-batch on one device."""
+        """Seconds of one micro-batch on one device."""
         return sum(layer.seconds for layer in self.profile.layers)
 
 
-def estimated(
+def estimate_profile(
     model: nn.Module, batch: Batch, machine: Machine, settings: Settings, make: Make | None = None
 ) -> Estimate:
-    """The batch is in host memory; the model has its weights or not, and nothing of it is changed. `make` is the
-    optimizer, of named parameters."""
+    """Estimate a profile. The batch is in host memory; the model may have no weights, and is not changed. `make` builds
+    the optimizer from named parameters."""
     args, kwargs = copied((batch.args, batch.kwargs))
     fused = nullcontext() if machine.kind == "cpu" else fused_attention()
     with untouched(model), faked(model) as mode, fused, _without_numbers():
-        # Whatever has a history is fake: torch does not expect to meet others then.
+        # Tensors with a graph must be fake, too: torch does not allow a mix.
         args, kwargs = tree.replace((args, kwargs), lambda t: fake(mode, t).requires_grad_() if t.requires_grad else t)
         layers = layers_of(model, args, kwargs)
         path = layers.split.first
         job = Job(0, -1, args, kwargs, batch.rows, path, batch.finish, passage=Passage.of(path.trace))
-        done = rehearse(layers, job, settings)
-        steps = steps_of(make, dict(model.named_parameters()), mode) if make is not None else {}
+        done = count_work(layers, job, settings)
+        steps = optimizer_steps(make, dict(model.named_parameters()), mode) if make is not None else {}
         costs = tuple(layer_costs(layers, at, done, steps, machine) for at in range(len(layers)))
     profile = Profile(costs, tuple(layers.edges), batch.rows, f"{machine.kind} (estimated)", done.sent)
     total = sum(flops(part) for one in done.work for part in (one.forward, one.input_grad, one.weight_grad))
@@ -72,7 +72,7 @@ def estimated(
 
 @contextmanager
 def _without_numbers() -> Iterator[None]:
-    """Around forwards of fakes, which have no numbers to look at."""
+    """Raise a clear error if a forward of fake tensors needs their numbers."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -84,7 +84,7 @@ def _without_numbers() -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """Where in the user's code."""
+    """Return the line in the user's code."""
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
         step = step.tb_next

@@ -1,4 +1,4 @@
-"""Counted work of a layer as the Profile has it: seconds on a device, and bytes."""
+"""Turn the counted work of a layer into seconds on a device and bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from penstock.core.profile import Layer
 from penstock.model.heap import bytes_of
 from penstock.model.layers import Layers
 from penstock.profiler.devices import Machine
-from penstock.profiler.optimizing import Step
-from penstock.profiler.rehearsal import Rehearsed
+from penstock.profiler.layer_work import CountedWork
+from penstock.profiler.optimizer_steps import OptimizerStep
 from penstock.profiler.roofline import seconds
 
 
-def layer_costs(layers: Layers, at: int, done: Rehearsed, steps: dict[str, Step], machine: Machine) -> Layer:
-    """`steps` are the updates of parameters, by name."""
+def layer_costs(layers: Layers, at: int, done: CountedWork, steps: dict[str, OptimizerStep], machine: Machine) -> Layer:
+    """Return a layer of the profile. `steps` are the updates of parameters, by name."""
     model, layer, work = layers.split.model, layers[at], done.work[at]
     updates = [steps[name] for name in layer.parameters if name in steps]
     return Layer(

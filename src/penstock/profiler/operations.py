@@ -1,7 +1,7 @@
-"""What one call of an operator costs: operations by torch's own formulas, and bytes that go through memory.
+"""The cost of one call of an operator: operations by torch's own formulas, and bytes that pass through memory.
 
-Operations of matrix products, convolutions and attention are counted; all else is a matter of bytes. A view, or memory
-that is only set aside, costs nothing. What is read and what is written counts once, whatever a cache may do.
+Operations of matrix products, convolutions and attention are counted; all other operators are bound by bytes. A view or
+an allocation costs nothing. Every byte read or written counts once, independently of caches.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from penstock.model import tree
 aten = torch.ops.aten
 
 
-class Kind(StrEnum):
-    """How near an operator comes to what a device can do."""
+class OperatorKind(StrEnum):
+    """The kind of an operator, by which its share of a device's peak is known."""
 
     MATMUL = "matmul"
     CONVOLUTION = "convolution"
@@ -27,17 +27,17 @@ class Kind(StrEnum):
     MEMORY = "memory"  # bound by bytes alone
 
 
-class Operation(NamedTuple):
-    """One call, as far as its cost goes: equal calls are equal."""
+class OperatorCall(NamedTuple):
+    """The cost of one call: calls of equal cost are equal."""
 
     name: str
-    kind: Kind
+    kind: OperatorKind
     dtype: torch.dtype
     flops: int
     bytes: int
 
 
-# Memory is set aside, or seen in another shape, though the schema does not say so.
+# Allocations and views that the schema does not declare as such.
 _FREE = frozenset(
     (
         torch.ops.prim.device.default,
@@ -49,70 +49,73 @@ _FREE = frozenset(
         aten.new_empty_strided.default,
     )
 )
-_GATHERED = frozenset((aten.embedding, aten.index_select, aten.index, aten.gather))  # of a table, the rows in use
+_GATHERED = frozenset(
+    (aten.embedding, aten.index_select, aten.index, aten.gather)
+)  # they read only some rows of a table
 _FILLED = frozenset((aten.copy_, aten.fill_, aten.zero_, aten.bernoulli_, aten.uniform_, aten.normal_))
 _ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu: 0,  # the place of the query in the arguments
+    aten._scaled_dot_product_flash_attention_for_cpu: 0,  # index of the query in the arguments
     aten._scaled_dot_product_flash_attention_for_cpu_backward: 1,
 }
 _RECURRENT = {aten.mkldnn_rnn_layer: 2, aten.mkldnn_rnn_layer_backward: 4}  # operations a row and weight
 _CONVOLUTIONS = frozenset((aten.convolution, aten._convolution, aten.convolution_backward))
 
 
-def operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
-    """The cost of a call that gave `result`; None where no memory is touched."""
+def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OperatorCall | None:
+    """Return the cost of a call that returned `result`; None where no memory is touched."""
     if _is_free(func):
         return None
     packet = func._overloadpacket
-    given, made = tree.tensors((args, kwargs)), tree.tensors(result)
+    given, outputs = tree.tensors((args, kwargs)), tree.tensors(result)
     flops, kind = _flops(packet, args, kwargs, result)
-    dtype = next((t.dtype for t in (*made, *given) if t.is_floating_point()), torch.int64)
-    return Operation(str(packet), kind, dtype, flops, _bytes(packet, args, given, made))
+    dtype = next((t.dtype for t in (*outputs, *given) if t.is_floating_point()), torch.int64)
+    return OperatorCall(str(packet), kind, dtype, flops, _bytes(packet, args, given, outputs))
 
 
 def _is_free(func: Any) -> bool:
-    known = _free.get(func)
-    if known is None:
-        known = _free[func] = func in _FREE or _is_view(func)
-    return known
+    free = _free.get(func)
+    if free is None:
+        free = _free[func] = func in _FREE or _is_view(func)
+    return free
 
 
 _free: dict[Any, bool] = {}
 
 
 def _is_view(func: Any) -> bool:
-    """A result that shares the memory of what was given, and changes nothing in it."""
+    """Whether the result shares the memory of an argument, and changes nothing in it."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, Kind]:
+def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, OperatorKind]:
     if packet in _ATTENTION:
-        return _attention_flops(packet, args, kwargs), Kind.ATTENTION
+        return _attention_flops(packet, args, kwargs), OperatorKind.ATTENTION
     if packet in _RECURRENT:  # (steps, rows, ...), weights of inputs, weights of states, ...
         rows = args[0].shape[0] * args[0].shape[1]
-        return _RECURRENT[packet] * rows * (args[1].numel() + args[2].numel()), Kind.MATMUL
+        return _RECURRENT[packet] * rows * (args[1].numel() + args[2].numel()), OperatorKind.MATMUL
     if packet is aten.convolution_backward:
-        return _convolution_backward_flops(args), Kind.CONVOLUTION
+        return _convolution_backward_flops(args), OperatorKind.CONVOLUTION
     formula: Callable[..., int] | None = flop_registry.get(packet)
     if formula is None:
-        return 0, Kind.MEMORY
-    kind = Kind.CONVOLUTION if packet in _CONVOLUTIONS else Kind.MATMUL
+        return 0, OperatorKind.MEMORY
+    kind = OperatorKind.CONVOLUTION if packet in _CONVOLUTIONS else OperatorKind.MATMUL
     return int(formula(*args, **kwargs, out_val=result)), kind
 
 
 def _convolution_backward_flops(args: tuple[Any, ...]) -> int:
-    """Each gradient takes what the forward took; torch's formula forgets groups."""
-    gradient, x, weight, transposed, wanted = *args[:3], args[7], args[-1]
+    """Return the operations of each requested gradient, as many as the forward's; torch's formula ignores groups."""
+    gradient, x, weight, transposed, requested = *args[:3], args[7], args[-1]
     places = (x if transposed else gradient).shape
     once = 2 * int(places[0]) * int(places[2:].numel()) * int(weight.numel())
-    return once * (bool(wanted[0]) + bool(wanted[1]))
+    return once * (bool(requested[0]) + bool(requested[1]))
 
 
 def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Two products forward; five backward, one of them the scores again. A causal kernel skips what is masked: half.
+    """Return the operations of attention: two products forward; five backward, one of which repeats the scores. A
+    causal kernel skips masked scores: half.
 
-    Heads of keys and values may be fewer than those of queries; each query works with one of them all the same.
+    Keys and values may have fewer heads than queries; each query still works with one of them.
     """
     first = _ATTENTION[packet]
     query, key, value = args[first : first + 3]
@@ -127,20 +130,20 @@ def _is_causal(first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return bool(args[at] if len(args) > at else kwargs.get("is_causal", False))
 
 
-def _bytes(packet: Any, args: tuple[Any, ...], given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
-    written = sum(map(touched, made))
+def _bytes(packet: Any, args: tuple[Any, ...], given: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    written = sum(map(touched, outputs))
     if packet in _GATHERED:
         return 2 * written + sum(touched(t) for t in given[1:])
     if packet in _FILLED:
         return written + sum(touched(t) for t in given[1:])
-    if packet is aten.convolution_backward:  # (gradient, input, weight, ...), and which gradients are wanted, last
-        wanted = args[-1]
-        given = [given[0], *([given[2]] if wanted[0] else []), *([given[1]] if wanted[1] else [])]
+    if packet is aten.convolution_backward:  # (gradient, input, weight, ..., which gradients are requested)
+        requested = args[-1]
+        given = [given[0], *([given[2]] if requested[0] else []), *([given[1]] if requested[1] else [])]
     return written + sum(touched(t) for t in {id(t): t for t in given}.values())
 
 
 def touched(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor, those that it repeats only once."""
+    """Return the bytes of a tensor; repeated ones count once."""
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.element_size()
     size = tensor.element_size()

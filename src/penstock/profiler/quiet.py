@@ -1,13 +1,13 @@
-"""Which samples of a measurement were disturbed: other processes, or the machine's host, used the cores meanwhile.
+"""Detect samples of a measurement that were disturbed by other processes or by the machine's host.
 
     with quiet_sample() as sample:
         work()
     if sample.quiet:
         keep()
 
-A core that is not idle and does not run this process or a descendant of it runs somebody else. The kernel tells idle
-time to a hundredth of a second, so a sample should last a quarter of a second or more. Where the kernel does not tell,
-all is quiet.
+A core that is neither idle nor running this process or its descendants runs another process. The kernel reports idle
+time with a resolution of a hundredth of a second, so a sample should last at least a quarter of a second. Where the
+kernel reports none, all samples count as quiet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESOLUTION = 2 * TICK  # of the difference of two readings of idle time, rounded
 
 @dataclass
 class Sample:
-    """What is known when its context ends: seconds in all, and seconds of some core that went to others."""
+    """Seconds of a sample, and CPU seconds of other processes during it, known when its context ends."""
 
     seconds: float = 0.0
     foreign: float = 0.0
@@ -39,18 +39,18 @@ class Sample:
 
 @contextmanager
 def quiet_sample(allowed: float = 0.05, root: int | None = None) -> Iterator[Sample]:
-    """`allowed` is the share of the sample, in seconds of one core, that others may use. `root` is the process whose
-    descendants are no strangers, if it is another than this one."""
-    sample, told = Sample(allowed=allowed), _STAT.exists()
-    used, idle = (family_seconds(root), idle_seconds()) if told else (0.0, 0.0)
+    """Measure whether other processes run meanwhile. `allowed` is the share of the sample, in seconds of one core, that
+    others may use. The descendants of `root`, by default this process, are not others."""
+    sample, has_stat = Sample(allowed=allowed), _STAT.exists()
+    used, idle = (process_tree_seconds(root), idle_seconds()) if has_stat else (0.0, 0.0)
     begin = time.perf_counter()
     try:
         yield sample
     finally:
         sample.seconds = time.perf_counter() - begin
-        if told:
+        if has_stat:
             busy = sample.seconds * cores() - (idle_seconds() - idle)
-            sample.foreign = busy - (family_seconds(root) - used)
+            sample.foreign = busy - (process_tree_seconds(root) - used)
 
 
 def cores() -> int:
@@ -58,21 +58,22 @@ def cores() -> int:
 
 
 def idle_seconds() -> float:
-    """Of all cores together since the machine started, waiting for disks included."""
+    """Return the idle seconds of all cores since the machine started, waiting for disks included."""
     with _STAT.open() as file:
         fields = file.readline().split()
     return (int(fields[4]) + int(fields[5])) * TICK
 
 
-def family_seconds(root: int | None = None) -> float:
-    """CPU seconds of a process (this one) and all its descendants, ended ones included once they are waited for."""
+def process_tree_seconds(root: int | None = None) -> float:
+    """Return the CPU seconds of a process (this one) and all its descendants; those that have ended count once they
+    were waited for."""
     parents: dict[int, int] = {}
     ended: dict[int, float] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # ended while we looked
+            except OSError:  # it has ended meanwhile
                 continue
             parents[int(entry.name)] = int(fields[1])
             ended[int(entry.name)] = (int(fields[13]) + int(fields[14])) * TICK

@@ -1,8 +1,8 @@
-"""Seconds of counted work on a device: each operator runs against the nearer of two roofs, arithmetic and memory.
+"""Seconds of counted work on a device: each operator is limited by arithmetic or by memory.
 
     seconds = max(operations / (peak x efficiency), bytes / (bandwidth x efficiency)) + launch
 
-The efficiency grows with the size of the kernel: share · t / (t + ramp), where t is what its work takes at the share
+The efficiency grows with the size of the kernel: share · t / (t + ramp), where t is the time of its work at the share
 that large kernels reach.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from penstock.profiler.counting import Work
 from penstock.profiler.devices import Machine
-from penstock.profiler.operations import Kind, Operation
+from penstock.profiler.operations import OperatorCall, OperatorKind
 
 _ARITHMETIC = {
     torch.float64: "fp64",
@@ -25,17 +25,17 @@ _ARITHMETIC = {
 
 
 def seconds(machine: Machine, work: Work) -> float:
-    """All of it, one kernel after another."""
+    """Return the seconds of all operators, one kernel after another."""
     return sum(seconds_of(machine, one) * times for one, times in work.items())
 
 
-def seconds_of(machine: Machine, one: Operation) -> float:
-    roof = machine.compute_roof(arithmetic(one), attention=one.kind is Kind.ATTENTION)
+def seconds_of(machine: Machine, one: OperatorCall) -> float:
+    roof = machine.compute_roof(arithmetic(one), attention=one.kind is OperatorKind.ATTENTION)
     return max(roof.seconds(one.flops), machine.memory_roof.seconds(one.bytes)) + machine.launch
 
 
-def arithmetic(one: Operation) -> str:
-    """What computes it: torch lets convolutions of fp32 round to tf32, and products not, unless it is told."""
-    if one.kind is Kind.CONVOLUTION and one.dtype is torch.float32:
+def arithmetic(one: OperatorCall) -> str:
+    """Return the arithmetic of a call: by default torch rounds fp32 to tf32 in convolutions, but not in products."""
+    if one.kind is OperatorKind.CONVOLUTION and one.dtype is torch.float32:
         return "tf32"
     return _ARITHMETIC.get(one.dtype, "fp32")

@@ -1,7 +1,7 @@
-"""Samples of a measurement, taken until enough of them were quiet.
+"""Take samples of a measurement until enough of them are undisturbed.
 
-Several processes may measure at the same time, to load the machine as a pipeline's ranks will; they begin each sample
-together, and one that was disturbed for one of them counts as disturbed for all.
+Several processes may measure at the same time, to load the machine as a pipeline's ranks do. They begin each sample
+together, and a sample that was disturbed for one of them counts as disturbed for all.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from penstock.core.links import FloatArray
 from penstock.core.schedule import BoolArray, LongArray
 from penstock.profiler.quiet import quiet_sample
 
-LEAST = 0.3  # seconds of a sample: less would not show who else was there
+LEAST = 0.3  # seconds of a sample: shorter ones would not show other processes
 WARM = 2  # rounds before the first sample
-PATIENCE = 2  # times as many samples as are wanted, before noisy ones must do
+PATIENCE = 2  # times the requested samples, after which disturbed ones are used
 
 
-Show = Callable[[int, int], None]  # told how many samples there are, of how many that will be
+Show = Callable[[int, int], None]  # called with the samples taken and the expected total
 
 
-def unseen(done: int, total: int) -> None:
-    """Nobody watches."""
+def no_progress(done: int, total: int) -> None:
+    """Show nothing."""
 
 
 def _alone(data: bytes) -> list[bytes]:
@@ -34,8 +34,8 @@ def _alone(data: bytes) -> list[bytes]:
 
 
 @dataclass(frozen=True)
-class Company:
-    """Others that measure at the same time. `gather` meets them; `root` is the process that all descend from."""
+class Peers:
+    """Processes that measure at the same time. `gather` exchanges data with them; `root` is their common ancestor."""
 
     gather: Callable[[bytes], list[bytes]] = _alone
     root: int | None = None
@@ -43,7 +43,7 @@ class Company:
 
 @dataclass(frozen=True)
 class Samples:
-    """Rows of figures; how much others had of the cores, and which were quiet."""
+    """Rows of figures, the share of the cores that other processes used, and which samples were quiet."""
 
     figures: FloatArray  # (samples, ...)
     foreign: FloatArray  # as a share of each sample
@@ -52,44 +52,47 @@ class Samples:
 
     @property
     def chosen(self) -> LongArray:
-        """As many as were wanted, the least disturbed."""
-        found: LongArray = np.sort(np.argsort(np.where(self.quiet, 0.0, self.foreign), kind="stable")[: self.wanted])
-        return found
+        """The requested number of samples, the least disturbed."""
+        indices: LongArray = np.sort(np.argsort(np.where(self.quiet, 0.0, self.foreign), kind="stable")[: self.wanted])
+        return indices
 
     @property
     def used(self) -> FloatArray:
-        kept: FloatArray = self.figures[self.chosen]
-        return kept
+        figures: FloatArray = self.figures[self.chosen]
+        return figures
 
     @property
     def disturbed(self) -> int:
-        """How many of the used ones were not quiet."""
+        """The number of used samples that were not quiet."""
         return int((~self.quiet[self.chosen]).sum())
 
 
-def collect(one: Callable[[], FloatArray], repetitions: int, company: Company, show: Show) -> Samples:
-    """That many quiet samples, or what `PATIENCE` times as many give. Each is the mean of rounds of `one`."""
+def collect(one: Callable[[], FloatArray], repetitions: int, peers: Peers, show: Show) -> Samples:
+    """Take `repetitions` quiet samples, or stop after `PATIENCE` times as many. Each is the mean of rounds of `one`."""
     for _ in range(WARM):
         one()
     figures: list[FloatArray] = []
-    told: list[tuple[float, bool]] = []
-    while (quiet := sum(calm for _, calm in told)) < repetitions and len(told) < PATIENCE * repetitions:
-        show(len(told), min(len(told) + repetitions - quiet, PATIENCE * repetitions))
-        company.gather(b"")
-        with quiet_sample(root=company.root) as sample:
+    disturbances: list[tuple[float, bool]] = []
+    while (quiet := sum(calm for _, calm in disturbances)) < repetitions and len(disturbances) < PATIENCE * repetitions:
+        show(len(disturbances), min(len(disturbances) + repetitions - quiet, PATIENCE * repetitions))
+        peers.gather(b"")
+        with quiet_sample(root=peers.root) as sample:
             figures.append(_rounds(one))
-        mine = json.dumps([sample.foreign / sample.seconds, sample.quiet]).encode()
-        every = [json.loads(part) for part in company.gather(mine)]
-        told.append((max(foreign for foreign, _ in every), all(calm for _, calm in every)))
-    show(len(told), len(told))
+        own = json.dumps([sample.foreign / sample.seconds, sample.quiet]).encode()
+        every = [json.loads(part) for part in peers.gather(own)]
+        disturbances.append((max(foreign for foreign, _ in every), all(calm for _, calm in every)))
+    show(len(disturbances), len(disturbances))
     return Samples(
-        np.array(figures), np.array([foreign for foreign, _ in told]), np.array([calm for _, calm in told]), repetitions
+        np.array(figures),
+        np.array([foreign for foreign, _ in disturbances]),
+        np.array([calm for _, calm in disturbances]),
+        repetitions,
     )
 
 
 def _rounds(one: Callable[[], FloatArray]) -> FloatArray:
-    begun, found = perf_counter(), [one()]
+    begun, results = perf_counter(), [one()]
     while perf_counter() - begun < LEAST:
-        found.append(one())
-    mean: FloatArray = np.mean(found, axis=0)
+        results.append(one())
+    mean: FloatArray = np.mean(results, axis=0)
     return mean

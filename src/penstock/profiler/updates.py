@@ -1,7 +1,7 @@
-"""What the optimizer costs: steps of the user's own over copies of each layer's parameters.
+"""Measure the optimizer: steps of the user's optimizer over copies of each layer's parameters.
 
-Layers are taken together as long as they fit, so that a step finds its numbers in memory and not in the caches. An
-optimizer over all of them tells what every step takes for itself, whatever it updates.
+Layers are measured in groups as large as memory allows, so that a step reads from memory and not from caches. An
+optimizer over a whole group shows the overhead of each step.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import nn
 
 from penstock.core.links import FloatArray
 from penstock.model.heap import bytes_of
-from penstock.profiler.laps import Laps
+from penstock.profiler.work_timer import WorkTimer
 
 TOGETHER = 2**28  # bytes of parameters that are copied at a time
-STEPS = 5  # that are timed, after one that makes the optimizer's state
-SOME_WEIGHT = 1.001  # by which gradients are divided, as they are before an update
+STEPS = 5  # timed steps, after one that creates the optimizer's state
+SOME_WEIGHT = 1.001  # gradients are divided by it, as before an update
 
 Named = dict[str, nn.Parameter]
 Make = Callable[[Named], torch.optim.Optimizer]
 Gradient = Callable[[nn.Parameter], torch.Tensor | None]
 
 
-class Updates(NamedTuple):
-    """By layer: seconds, and bytes of state. And the seconds that a stage's update takes beside its layers'."""
+class UpdateCosts(NamedTuple):
+    """Seconds and bytes of state by layer, and the overhead in seconds of a stage's update."""
 
     seconds: FloatArray
     bytes: list[int]
@@ -35,7 +35,7 @@ class Updates(NamedTuple):
 
 
 class _Optimized:
-    """Parameters that may be changed, with gradients, and an optimizer of theirs."""
+    """Copies of parameters with gradients, and their optimizer."""
 
     def __init__(self, parameters: Named, make: Make) -> None:
         self.optimizer = make(parameters)
@@ -52,8 +52,8 @@ class _Optimized:
         return bytes_of(value for state in self.optimizer.state.values() for value in state.values())
 
 
-def measure_updates(layers: Sequence[Named], make: Make, gradient: Gradient, device: torch.device) -> Updates:
-    """`gradient` gives what there is for a parameter, or None where it has none."""
+def measure_updates(layers: Sequence[Named], make: Make, gradient: Gradient, device: torch.device) -> UpdateCosts:
+    """Measure the updates of all layers. `gradient` returns a parameter's gradient, or None."""
     seconds, sizes = np.zeros(len(layers)), [0] * len(layers)
     whole = more = 0.0
     trained = [at for at, layer in enumerate(layers) if layer]
@@ -70,11 +70,11 @@ def measure_updates(layers: Sequence[Named], make: Make, gradient: Gradient, dev
     own = max(more, 0.0) / max(len(trained) - len(groups), 1)
     left = np.where(seconds > 0, np.maximum(seconds - own, 0.0), 0.0)
     scale = max(whole - len(groups) * own, 0.0) / max(float(left.sum()), 1e-12)
-    return Updates(left * scale, sizes, own)
+    return UpdateCosts(left * scale, sizes, own)
 
 
 def _groups(trained: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Runs of layers that are copied together."""
+    """Yield groups of layers that are copied together."""
     group: list[int] = []
     for at in trained:
         if group and sum(sizes[one] for one in group) + sizes[at] > TOGETHER:
@@ -86,20 +86,20 @@ def _groups(trained: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]
 
 
 def _copied(layer: Named, gradient: Gradient) -> Named:
-    found = {}
+    copies = {}
     for name, parameter in layer.items():
         copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
         given = gradient(parameter)
         copy.grad = None if given is None else given.detach().clone()
-        found[name] = copy
-    return found
+        copies[name] = copy
+    return copies
 
 
 def _timed(every: Sequence[_Optimized], device: torch.device) -> list[float]:
-    """Median seconds of a step of each, in turn."""
-    laps = Laps(device)
+    """Return the median seconds of a step of each, alternating between them."""
+    timer = WorkTimer(device)
     for step in range(STEPS + 1):
         for at, one in enumerate(every):
-            laps.run((step, at), one.step)
-    read = laps.read()
+            timer.run((step, at), one.step)
+    read = timer.read()
     return [float(np.median([read[step + 1, at] for step in range(STEPS)])) for at in range(len(every))]

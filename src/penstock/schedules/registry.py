@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Unpack
 
 from penstock.core.arguments import named, parameters_of, refuse_unknown
@@ -98,7 +99,38 @@ METHODS: dict[str, ScheduleMethod] = {
         ScheduleMethod("pipemare", pipemare, "no flush, one weight copy, corrected for delay", asynchronous=True),
     )
 }
-OPTIONS = tuple(sorted({option for method in METHODS.values() for option in method.options}))
+BUILT_IN = frozenset(METHODS)
+
+
+def option_names() -> tuple[str, ...]:
+    """Return the names of all options that any method has."""
+    return tuple(sorted({option for method in METHODS.values() for option in method.options}))
+
+
+def register(method: ScheduleMethod) -> None:
+    """Add a user's method, or replace one of that name; the built-in ones stay."""
+    if method.name in BUILT_IN:
+        raise InputError("a name of your own for the schedule", repr(method.name), "choose another name")
+    METHODS[method.name] = replace(method, build=partial(_build_checked, method))
+
+
+def _build_checked(method: ScheduleMethod, request: ScheduleRequest) -> Schedule | Loop:
+    """Build by a user's function; raise InputError for a result that does not fit the request."""
+    built = method.build(request)
+    kind = Loop if method.asynchronous else Schedule
+    if not isinstance(built, kind):
+        came = f"{type(built).__name__} from {method.name!r}"
+        raise InputError(f"a builder that returns a {kind.__name__}", came, "return request.schedule(...), say")
+    shape = built.shape
+    facts = {"stages": shape.ranks, "microbatches": shape.microbatches, "replicas": shape.replicas}
+    asked = {"stages": request.stages, "microbatches": request.microbatches, "replicas": request.replicas}
+    if isinstance(built, Schedule):
+        facts["batches"], asked["batches"] = shape.batches, request.batches
+    for name, value in asked.items():
+        if facts[name] != value:
+            came = f"{facts[name]} from {method.name!r}"
+            raise InputError(f"a schedule of {name} {value}, as the request says", came, "correct the builder")
+    return built
 
 
 @named
@@ -114,7 +146,7 @@ def schedule(
     **options: Unpack[MethodOptions],
 ) -> Schedule:
     """Return the compute schedule of a named method: `schedule("1f1b", stages=4, microbatches=8)`."""
-    refuse_unknown("schedule", options, [*parameters_of(schedule), *OPTIONS])
+    refuse_unknown("schedule", options, [*parameters_of(schedule), *option_names()])
     built = _build(name, stages, microbatches, batches, chunks, replicas, edges, dict(options))
     if isinstance(built, Schedule):
         return built
@@ -132,7 +164,7 @@ def loop(
     **options: Unpack[MethodOptions],
 ) -> Loop:
     """Return an asynchronous method as fill, body and drain: a run of any length."""
-    refuse_unknown("loop", options, [*parameters_of(loop), *OPTIONS])
+    refuse_unknown("loop", options, [*parameters_of(loop), *option_names()])
     built = _build(name, stages, microbatches, None, None, replicas, edges, dict(options))
     if isinstance(built, Loop):
         return built

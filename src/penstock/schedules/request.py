@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.core.action import Action
+from penstock.core.arguments import named_fields
 from penstock.core.memory_limit import require_memory
+from penstock.core.schedule import Schedule, ScheduleRows
 from penstock.core.shape import MOST, Law, Shape, Sharing
 from penstock.core.validation import whole
+from penstock.errors import InputError
+from penstock.schedules.program import Program, flush
 
 MOST_RANKS = 2**14  # more than anyone has: a mistyped number is refused at once
 MOST_STAGES = 2**16  # of all ranks together
 MOST_SLOTS = 2**20
 
 
+@named_fields
 @dataclass(frozen=True)
 class ScheduleRequest:
     """One request for a schedule. `stages` counts pipeline ranks; each holds `chunks` parts of the model."""
@@ -42,6 +49,16 @@ class ScheduleRequest:
 
     def shape(self, placement: tuple[int, ...], law: Law = Law.SYNC, sharing: Sharing = Sharing.SPLIT) -> Shape:
         return Shape(self.name, law, placement, self.microbatches, self.batches, self.replicas, sharing, self.edges)
+
+    def schedule(self, ranks: Sequence[Sequence[str | Action]], placement: tuple[int, ...] | None = None) -> Schedule:
+        """Return a synchronous schedule: each rank's compute actions in one mini-batch, in order, as words ("0F3") or
+        actions. They are repeated for all mini-batches, on each replica. `placement` is the rank of every stage."""
+        shape = self.straight() if placement is None else self.shape(placement)
+        if len(ranks) != shape.ranks:
+            raise InputError(f"one list of actions for each of {shape.ranks} ranks", len(ranks), "give one a rank")
+        actions = [[Action.parse(one) if isinstance(one, str) else one for one in rank] for rank in ranks]
+        rows = [ScheduleRows.of_actions(rank) for rank in actions]
+        return flush(shape, [Program(part.op, part.stage, part.microbatch) for part in rows])
 
     def straight(self, law: Law = Law.SYNC, sharing: Sharing = Sharing.SPLIT) -> Shape:
         """One stage a rank, in order."""

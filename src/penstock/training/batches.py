@@ -115,8 +115,6 @@ class Feed:
     """Hands out batches. `source` is the rank that has them, None where all do."""
 
     def __init__(self, crew: Crew, data: str, device: torch.device) -> None:
-        if data not in ("every", "rank0"):
-            raise InputError("data to be 'every' (rank has it) or 'rank0'", repr(data), "choose one")
         self.crew, self.device = crew, device
         self.source = None if data == "every" or crew.alone else 0
 
@@ -175,7 +173,7 @@ def _packed(batch: Any) -> bytes:
 
 def _unpacked(data: bytes, device: torch.device) -> Any:
     message = from_bytes(data)
-    return _meaning(json.loads(message.told), {at: t.to(device) for at, t in message.values.items()})
+    return _meaning(json.loads(message.metadata), {at: t.to(device) for at, t in message.values.items()})
 
 
 def _word(value: Any, tensors: list[torch.Tensor]) -> Any:

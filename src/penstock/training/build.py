@@ -1,13 +1,7 @@
-"""Build the parts of a pipeline from the user's options: split, proven schedule, stages, engine, optimizers.
-
-All ranks use one split: rank 0 says where the model is cut, and the values that cross a cut are compared by name. A
-forward may do the same things in another order on each rank, where it goes through a set, say; then ranks number their
-values in another way, and only names tell which is which.
-"""
+"""Build the parts of a pipeline from the user's options: split, proven schedule, stages, engine, optimizers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,10 +12,9 @@ import torch
 from torch import nn
 
 from penstock.comm.transport.interface import Lanes, lane_names
-from penstock.comm.transport.open import open_lanes, wish_of
+from penstock.comm.transport.open import open_lanes
 from penstock.comm.world.world import Alone
 from penstock.engine.observer import Observers
-from penstock.engine.passage_words import other_forward
 from penstock.engine.replica_rows import ReplicaRows
 from penstock.engine.weights.ties import TiedWeights, tie_groups
 from penstock.errors import SplitError
@@ -31,100 +24,22 @@ from penstock.model.buffers import Buffers
 from penstock.model.chain import Chain
 from penstock.model.layers import layers_of
 from penstock.model.materialise import fill_buffers, is_weightless, materialise
-from penstock.model.naming import name_of
 from penstock.model.offload import Offload, Swap
-from penstock.model.split import Cuts, Split
+from penstock.model.split import Split
 from penstock.model.stage import Recompute, Settings, Stage
+from penstock.training.agreed_split import agreed_split
 from penstock.training.batches import Feed, taken_by
 from penstock.training.build_engine import Chosen, Engine, Ground, build_engine, choose, describe, require_sound
 from penstock.training.build_replicas import divided_rows, open_sums, require_steady_buffers
 from penstock.training.first_step import compare_with_whole
 from penstock.training.flush_updates import FlushUpdates
 from penstock.training.model_state import guard, release
-from penstock.training.options import Wanted, home_of, read_precision, read_recompute
+from penstock.training.option_checks import autocast_of, home_of, read_recompute
+from penstock.training.options import PipelineOptions
+from penstock.training.plan_options import Planned
 from penstock.training.processes import Crew, muster, require_agreement, require_same_model, same_weights
+from penstock.training.schedule_choice import ScheduleChoice
 from penstock.training.stage_optimizers import Optimizers
-
-ROUNDS = 16  # of choosing cuts again
-
-
-def agreed_split(crew: Crew, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], fixed: bool) -> Split:
-    """The split with rank 0's cuts; where these are `fixed`, by a user or a plan, with them or not at all.
-
-    Refuses ranks whose stages would exchange different values.
-    """
-    first, bad = crew.world.rank == 0, [0]
-    avoid: frozenset[int] = frozenset()
-    for _ in range(ROUNDS):
-        opened, calls, before = crew.told([sorted(split.decided().opened), split.decided().calls, _before(split)], 0)
-        cuts = Cuts(frozenset(opened), tuple((name, key) for name, key in calls))
-        mine, bad = _compared(split, cuts, before, args, kwargs)
-        every = [set(json.loads(part)) for part in crew.world.gather(json.dumps(bad).encode())]
-        bad = sorted(set().union(*every))
-        if not bad:
-            assert mine is not None
-            split = mine
-            break
-        if fixed:
-            break
-        avoid |= {calls[at][1] for at in bad}
-        again = _chosen_again(split, avoid, args, kwargs) if first else None
-        if not crew.told(again is not None, 0):
-            break
-        split = again or split
-    if bad:
-        raise other_forward(f"other calls before {calls[bad[0]][0]!r}")
-    _require_same_exchange(crew, split)
-    return split
-
-
-def _before(split: Split) -> list[int]:
-    """For every cut, one number of all that runs before it."""
-    path = split.first
-    names = [sorted(e.key for e in path.trace.events[:start] if not e.free) for start in path.starts[1:]]
-    return [name_of(*some) for some in names]
-
-
-def _compared(
-    split: Split, cuts: Cuts, before: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Split | None, list[int]]:
-    """The split with rank 0's cuts, and those cuts before which other things are called here."""
-    if cuts != split.decided():
-        try:
-            split = Split(split.model, split.pieces, args, kwargs, cuts)
-        except SplitError:
-            return None, [at for at, (_, key) in enumerate(cuts.calls) if key not in split.first.trace.event_names] or [
-                0
-            ]
-    mine = _before(split)
-    return split, [at for at in range(len(mine)) if mine[at] != before[at]]
-
-
-def _chosen_again(split: Split, avoid: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split | None:
-    try:
-        return Split(split.model, split.pieces, args, kwargs, avoid=avoid)
-    except SplitError:
-        return None
-
-
-def _require_same_exchange(crew: Crew, split: Split) -> None:
-    every = [json.loads(part) for part in crew.world.gather(json.dumps(_exchanged(split)).encode())]
-    for rank, theirs in enumerate(every):
-        for name in every[0] | theirs:
-            if every[0].get(name) != theirs.get(name):
-                what = every[0].get(name) or theirs.get(name)
-                raise other_forward(f"{what} on {'rank 0' if name in every[0] else f'rank {rank}'} alone")
-
-
-def _exchanged(split: Split) -> dict[str, str]:
-    """What crosses between stages, and which stage owns each parameter: what it is called, and what it is."""
-    path = split.first
-    found = {name: f"parameter {name!r} on stage {stage}" for name, stage in split.owner.items()}
-    for stage, values in enumerate(path.incoming):
-        for value, source in values.items():
-            event = path.trace.events[path.trace.values[value].made_by]
-            found[f"{path.trace.values[value].key}"] = f"{event.name!r} from stage {source} to {stage}"
-    return found
 
 
 @dataclass
@@ -139,52 +54,55 @@ class Assembled:
     feed: Feed
 
 
-def assemble(wanted: Wanted) -> Assembled:
+def assemble(options: PipelineOptions, choice: ScheduleChoice) -> Assembled:
     """Build everything; what is refused is refused before anything of the model's has moved."""
-    model, cuts, stages = _as_model(wanted)
-    chosen = choose(wanted, stages, cuts)
+    model, cuts, stages = _as_model(options)
+    chosen = choose(choice if stages is None else replace(choice, stages=stages), options, cuts)
     shape = chosen.built.shape
-    crew = muster(shape, wanted.timeout)
+    crew = muster(shape, options.timeout)
     bare = is_weightless(model)
     device = torch.get_default_device() if bare else home_of(model)
-    args, kwargs = as_call(wanted.example)
-    require_device(wanted.example, device)
-    wish_of(wanted.transport)  # whatever it says, it must be sense: the same script may run on several ranks
-    moves = Offload.read(wanted.offload)
-    precision = read_precision(wanted.precision, device)
-    common = Settings(device, wanted.seed, read_recompute(wanted.recompute), moves, precision)
-    settings = tuple(_settings(wanted, common, stage) for stage in range(shape.stages))
-    feed = Feed(crew, wanted.data, device)
+    args, kwargs = as_call(options.example)
+    require_device(options.example, device)
+    common = Settings(
+        device,
+        options.seed,
+        read_recompute(options.recompute),
+        Offload.read(options.offload),
+        autocast_of(options.precision, device),
+    )
+    settings = tuple(_settings(choice.plan, common, stage) for stage in range(shape.stages))
+    feed = Feed(crew, options.data, device)
     if not crew.alone:
-        _agree(crew, model, chosen, wanted)
+        _agree(crew, model, chosen, options)
     if bare:
-        fill_buffers(model, device, wanted.load)
+        fill_buffers(model, device, options.weight_source)
     if bare and crew.alone:  # all of it is run here
-        materialise(model, [name for name, _ in model.named_parameters()], device, wanted.load)
+        materialise(model, [name for name, _ in model.named_parameters()], device, options.weight_source)
         bare = False
-    if wanted.plan is not None:
-        cuts = wanted.plan.cuts(layers_of(model, args, kwargs).names)
+    if choice.plan is not None:
+        cuts = choice.plan.cuts(layers_of(model, args, kwargs).names)
     with taken_by(model, args, kwargs):
         split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
     if not crew.alone:
         split = agreed_split(crew, split, args, kwargs, fixed=cuts is not None)
     require_sound(chosen, split.edges)
     _require_once(split, settings)
-    if wanted.verify and not bare:
+    if options.verify and not bare:
         compare_with_whole(split, args, kwargs, device)
     rows = divided_rows(crew, split, args, kwargs, device, bare) if crew.replicated else None
     if not crew.alone:
         _rehearse(split, args, kwargs)
     if bare:
-        materialise(model, _needed(split, crew.here), device, wanted.load)
-    return _joined(wanted, crew, split, chosen, settings, feed, rows)
+        materialise(model, _needed(split, crew.here), device, options.weight_source)
+    return _joined(options, crew, split, chosen, settings, feed, rows)
 
 
-def _settings(wanted: Wanted, common: Settings, stage: int) -> Settings:
-    """What is asked of all stages, and what a plan asks of one besides."""
-    if wanted.plan is None:
+def _settings(plan: Planned | None, common: Settings, stage: int) -> Settings:
+    """Return the settings of one stage: those of all, and those that a plan adds."""
+    if plan is None:
         return common
-    planned = wanted.plan.plan.stages[stage]
+    planned = plan.plan.stages[stage]
     return replace(
         common,
         recompute=Recompute.ALWAYS if planned.recompute else common.recompute,
@@ -193,7 +111,7 @@ def _settings(wanted: Wanted, common: Settings, stage: int) -> Settings:
 
 
 def _joined(
-    wanted: Wanted,
+    options: PipelineOptions,
     crew: Crew,
     split: Split,
     chosen: Chosen,
@@ -218,12 +136,12 @@ def _joined(
         for replica in (range(crew.replicas[at]) if crew.alone else (crew.replica,))
     ]
     device = settings[0].device
-    lanes = _open(wanted, crew, split.edges, tied, device)
+    lanes = _open(options, crew, split.edges, tied, device)
     groups = tie_groups((named[name], users) for name, users in tied.items())
     ties = TiedWeights(groups, set(crew.here), lanes, crew.replicas, crew.replica)
     owned = {at: split.parameters(at) for at in crew.here}
     optimizers = Optimizers(
-        owned, wanted.optimizer, wanted.lr_scheduler, wanted.clip, wanted.accumulate, wanted.precision == "fp16"
+        owned, options.optimizer, options.lr_scheduler, options.clip, options.accumulate, options.precision == "fp16"
     )
     observers = Observers()
     first = {stage.index: stage for stage in reversed(stages)}
@@ -240,17 +158,19 @@ def _joined(
         flush.spread_weights()
     names = {parameter: name for name, parameter in named.items()}
     ground = Ground(
-        crew, stages, settings, optimizers, flush, lanes, ties, swap.turn, names, wanted.timeline, observers, rows,
+        crew, stages, settings, optimizers, flush, lanes, ties, swap.turn, names, options.timeline, observers, rows,
         norms,
     )  # fmt: skip
     return Assembled(split, ground, build_engine(chosen, ground, split.edges), norms, buffers, feed)
 
 
-def _as_model(wanted: Wanted) -> tuple[nn.Module, Any, int | None]:
-    if isinstance(wanted.model, nn.Module):
-        return wanted.model, wanted.cuts, wanted.stages
-    chain = Chain(list(wanted.model))
-    return chain, [f"stages.{i}" for i in range(1, len(chain.stages))], len(chain.stages)
+def _as_model(options: PipelineOptions) -> tuple[nn.Module, Sequence[str] | None, int | None]:
+    """Return the model, its cuts, and the number of pipeline ranks if a list of stage modules implies it."""
+    if isinstance(options.model, nn.Module):
+        return options.model, options.cuts, None
+    chain = Chain(list(options.model))
+    cuts = [f"stages.{i}" for i in range(1, len(chain.stages))]
+    return chain, cuts, len(chain.stages) // (options.chunks or 1)
 
 
 def _require_once(split: Split, settings: tuple[Settings, ...]) -> None:
@@ -264,29 +184,17 @@ def _require_once(split: Split, settings: tuple[Settings, ...]) -> None:
             )
 
 
-def _agree(crew: Crew, model: nn.Module, chosen: Chosen, wanted: Wanted) -> None:
+def _agree(crew: Crew, model: nn.Module, chosen: Chosen, options: PipelineOptions) -> None:
     require_same_model(crew, model)
-    require_agreement(
-        crew,
-        {
-            "schedule": describe(chosen),
-            "micro-batches": wanted.microbatches,
-            "replicas": list(crew.replicas),
-            "cuts": None if wanted.cuts is None else list(wanted.cuts),
-            "plan": None if wanted.plan is None else wanted.plan.in_short(),
-            "seed": wanted.seed,
-            "precision": wanted.precision,
-            "recompute": wanted.recompute,
-            "clip": wanted.clip,
-            "accumulate": wanted.accumulate,
-            "data": wanted.data,
-        },
-    )
+    plan = chosen.choice.plan
+    planned = {"plan": None if plan is None else plan.in_short()}
+    schedule = {"schedule": describe(chosen), "micro-batches": chosen.choice.microbatches}
+    require_agreement(crew, schedule | planned | {"replicas": list(crew.replicas)} | options.agreed())
     same_weights(crew, model)
 
 
 def _open(
-    wanted: Wanted,
+    options: PipelineOptions,
     crew: Crew,
     edges: Sequence[tuple[int, int]],
     tied: dict[str, tuple[int, ...]],
@@ -296,7 +204,7 @@ def _open(
         return None
     pairs = [(users[0], user) for users in tied.values() for user in users[1:]]
     names = lane_names(crew.placement, edges, pairs, crew.replicas)
-    return open_lanes(crew.world, names, crew.placement, device, wanted.transport)
+    return open_lanes(crew.world, names, crew.placement, device, options.transport)
 
 
 def _needed(split: Split, here: tuple[int, ...]) -> list[str]:

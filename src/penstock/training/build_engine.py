@@ -36,11 +36,12 @@ from penstock.training.async_updates import StageUpdates
 from penstock.training.build_replicas import local_lanes
 from penstock.training.flush_updates import FlushUpdates
 from penstock.training.loop_status import LoopStatus
-from penstock.training.options import Asked, Wanted, read_schedule, with_edges
+from penstock.training.options import PipelineOptions
 from penstock.training.processes import Crew
 from penstock.training.replicas import MiniBatchEnd
+from penstock.training.schedule_choice import ScheduleChoice, read_schedule, with_edges
 from penstock.training.stage_optimizers import Optimizers
-from penstock.training.staleness import Remedies, momentum_steps, read_remedies, require_known, without_remedies
+from penstock.training.staleness import Remedies, momentum_steps, read_remedies, require_known
 
 SETTLED = ("stages", "chunks", "edges")  # of a pipeline, whatever its schedule
 
@@ -72,7 +73,7 @@ class Ground:
 class Chosen:
     """A schedule that was read, and what goes with it."""
 
-    asked: Asked
+    choice: ScheduleChoice
     built: Schedule | Loop
     remedies: Remedies
 
@@ -95,24 +96,22 @@ class Engine:
     status: LoopStatus | None = None
 
 
-def choose(wanted: Wanted, stages: int | None, cuts: Sequence[str] | None) -> Chosen:
-    """Read which schedule is wanted."""
-    _require_methods_own(wanted.options)
-    if isinstance(wanted.schedule, str):
-        require_known(wanted.schedule, wanted.options)
-    options = without_remedies(wanted.options)
-    asked = Asked(wanted.schedule, stages, wanted.microbatches, wanted.chunks, options, wanted.replicas)
-    built = read_schedule(asked, cuts)
-    if wanted.plan is not None:
-        wanted.plan.require_fit(built.shape)
+def choose(choice: ScheduleChoice, options: PipelineOptions, cuts: Sequence[str] | None) -> Chosen:
+    """Read the schedule, and refuse options that it does not go with."""
+    _require_methods_own(choice.options)
+    if isinstance(choice.schedule, str):
+        require_known(choice.schedule, choice.options)
+    built = read_schedule(choice, cuts)
+    if choice.plan is not None:
+        choice.plan.require_fit(built.shape)
     if isinstance(built, Loop):
-        _require_for_streaming(wanted)
-    return Chosen(asked, built, read_remedies(wanted.options, built.shape))
+        _require_for_streaming(options)
+    return Chosen(choice, built, read_remedies(choice.options, built.shape))
 
 
 def require_sound(chosen: Chosen, edges: tuple[tuple[int, int], ...]) -> None:
     """Refuse a schedule that breaks a law, before anything has moved."""
-    built = with_edges(chosen.asked, chosen.built, edges)
+    built = with_edges(chosen.choice, chosen.built, edges)
     if isinstance(built, Schedule):
         prove(built)
     else:
@@ -131,7 +130,7 @@ def describe(chosen: Chosen) -> str:
 
 def build_engine(chosen: Chosen, ground: Ground, edges: tuple[tuple[int, int], ...]) -> Engine:
     """Prove the schedule and make its executor."""
-    built = with_edges(chosen.asked, chosen.built, edges)
+    built = with_edges(chosen.choice, chosen.built, edges)
     newest = built.shape.law is Law.NEWEST
     if isinstance(built, Schedule):
         engine = _synchronous(built, ground)
@@ -209,7 +208,7 @@ def _asynchronous(endless: LoweredLoop, remedies: Remedies, ground: Ground) -> E
     slots = ground.slots(endless.shape)
     executor = _executor(ground, slots, StageExecutor(ground.stages, _split_in(endless)), weights, updates)
     clock, world = Clock(slots, keep=1) if ground.timeline else None, ground.crew.world
-    status = LoopStatus(world.watch.board if isinstance(world, World) else None, ground.lanes)
+    status = LoopStatus(world.watch.status_page if isinstance(world, World) else None, ground.lanes)
     observers = _own_observers(ground, clock)
     return Engine(endless.loop, executor, observers, clock, remedies, updates=updates, weights=weights, status=status)
 
@@ -269,18 +268,18 @@ def _require_methods_own(options: dict[str, Any]) -> None:
         )
 
 
-def _require_for_streaming(wanted: Wanted) -> None:
-    if wanted.optimizer is None:
+def _require_for_streaming(options: PipelineOptions) -> None:
+    if options.optimizer is None:
         raise InputError("an optimizer under an asynchronous schedule", "none", "give optimizer=")
-    if wanted.accumulate != 1:
+    if options.accumulate != 1:
         raise InputError(
             "accumulate=1 under an asynchronous schedule, where every mini-batch makes an update",
-            wanted.accumulate,
+            options.accumulate,
             "use more micro-batches",
         )
-    if Offload.WEIGHTS in Offload.read(wanted.offload):
+    if Offload.WEIGHTS in Offload.read(options.offload):
         raise InputError(
             "weights that stay on their device under an asynchronous schedule, which keeps versions of them",
-            f"offload={wanted.offload!r}",
+            f"offload={options.offload!r}",
             "use offload='activations'",
         )

@@ -9,7 +9,7 @@ import torch
 
 from penstock.comm.collectives.open import open_reducer
 from penstock.comm.transport.interface import LaneName, Lanes, lane_names
-from penstock.comm.transport.local import Local
+from penstock.comm.transport.local import LocalLane
 from penstock.comm.world.world import World
 from penstock.core.shape import Shape
 from penstock.engine.replica_rows import ReplicaRows
@@ -64,7 +64,7 @@ def local_lanes(shape: Shape) -> LocalLanes:
     """Return both ends of all lanes between the slots of a shape, which are all in this process."""
     first = [shape.slot(stage) for stage in range(shape.stages)]
     names: list[LaneName] = lane_names(first, shape.edges, [], shape.stage_replicas.tolist())
-    ends = {name: Local(name) for name in names}
+    ends = {name: LocalLane(name) for name in names}
     return LocalLanes(dict(ends), dict(ends))
 
 

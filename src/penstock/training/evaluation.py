@@ -75,5 +75,5 @@ class Forwards:
         args, kwargs = piece(as_call(inputs), first, last)
         with torch.no_grad():
             return self.pipe.split.path(
-                args, kwargs, chance=mixed(self.pipe.wanted.seed, self.pipe.index, 0)
+                args, kwargs, chance=mixed(self.pipe.options.seed, self.pipe.index, 0)
             ).trace.result

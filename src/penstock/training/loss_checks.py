@@ -27,14 +27,15 @@ from penstock.model.untouched import untouched
 from penstock.training.first_step import Compared, warn_coupled, warn_hidden
 from penstock.training.label_counts import LabelCounts, Uneven, variants
 from penstock.training.micro_batches import Cut, Finish, both, divided_spans, kept_and_scored, scored, unchanged
-from penstock.training.pipeline_parts import LossFunction, PipelineParts
+from penstock.training.options import LossFunction
+from penstock.training.pipeline_parts import PipelineParts
 
 
 class LossChecks:
     """What is looked at in the batches of one pipeline."""
 
     def __init__(self, pipe: PipelineParts) -> None:
-        path, named = pipe.split.first, places((pipe.wanted.example, None))
+        path, named = pipe.split.first, places((pipe.options.example, None))
         layers = frozenset(place for value, place in enumerate(named) if value in path.layer_inputs)
         self.pipe, self.counts = pipe, LabelCounts(layers)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,10 +17,11 @@ from penstock.model.batch import as_call, piece, require_device, rows_of, spans
 from penstock.model.labels import Labels, Memory
 from penstock.model.loss import Loss, read_loss
 from penstock.model.mean_loss import weight_of
+from penstock.model.passage import Common, Passage
 from penstock.model.path import Path
 from penstock.model.seeding import mixed
 from penstock.model.split import Split
-from penstock.model.stage import Job, Share
+from penstock.model.stage import Job, Settings, Share
 from penstock.training.batches import Feed, taken_by
 
 Cut = int | list[tuple[int, int]]  # how many micro-batches, empty where rows are too few, or the rows of each
@@ -29,8 +32,11 @@ Place = tuple[int, int]  # the replicas of a stage, and the number of one
 class MicroBatches:
     """Makes the jobs of a batch, for the engine to run."""
 
-    def __init__(self, split: Split, feed: Feed, device: torch.device, seed: int) -> None:
-        self.split, self.feed, self.device, self.seed = split, feed, device, seed
+    def __init__(self, split: Split, feed: Feed, settings: Settings) -> None:
+        self.split, self.feed = split, feed
+        self.device, self.seed = settings.device, settings.seed
+        # What is computed to find a path serves the stages, too, unless they compute in another precision.
+        self.shares = settings.autocast is nullcontext
         self.trained = self._trained()
         self.memory = Memory()  # of how the loss weighs
 
@@ -89,48 +95,66 @@ class MicroBatches:
                 job = Job(first_number + number, step, (), {}, 0, path, _no_result)
             else:
                 args, kwargs = piece(call, first, last, every)
+                passage = Passage()
                 with taken_by(self.split.model, args, kwargs):
-                    path = path_of(args, kwargs, rows, chance)
+                    path = path_of(args, kwargs, rows, chance, passage)
                 ending = _Finish(finish, piece(target, first, last, every), rows)
-                job = Job(first_number + number, step, args, kwargs, rows, path, ending, chance=chance, labels=labels)
+                job = Job(first_number + number, step, args, kwargs, rows, path, ending, passage=passage, chance=chance)
+                job.labels = labels
             job.last, job.part, job.stamp, job.mates = number == len(cut) - 1, number, stamp, jobs
             jobs.append(job)
         return jobs
 
     def _paths(
         self, call: tuple[tuple[Any, ...], dict[str, Any]]
-    ) -> Callable[[tuple[Any, ...], dict[str, Any], int, int], Path]:
+    ) -> Callable[[tuple[Any, ...], dict[str, Any], int, int, Passage], Path]:
         """How to find the path of one of a batch's micro-batches. Where they are tensors and nobody looks at the data,
-        those of as many rows take the same one."""
-        outlook, known = self.split.outlook(), dict[int, Path]()
+        those of as many rows take the same one, and have in common what is computed from no tensor."""
+        outlook, known = self.split.outlook(), dict[int, tuple[Path, Common]]()
         plain = all(type(value) is torch.Tensor for value in (*call[0], *call[1].values()))
 
-        def path_of(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, chance: int) -> Path:
-            found = known.get(rows)
-            if found is None:
-                found = self.split.path(args, kwargs, outlook, chance)
-                if plain and not found.trace.decides:
-                    known[rows] = found
-            return found
+        def path_of(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, chance: int, passage: Passage) -> Path:
+            if rows in known:
+                path, passage.fixed = known[rows]
+                return path
+            path = self.split.path(args, kwargs, outlook, chance, passage if self.shares else None)
+            if plain and not path.trace.decides:
+                known[rows] = path, passage.fixed
+            return path
 
         return path_of
 
-    def _trained(self) -> dict[nn.Parameter, bool]:
-        return {parameter: parameter.requires_grad for parameter in self.split.model.parameters()}
+    def _trained(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """The parameters, a tied one as often as modules hold it, and which require grad.
+
+        Read from the modules themselves: `parameters()` takes several times as long, and this is done every step.
+        """
+        modules, met, held = [self.split.model], set(), []
+        while modules:
+            module = modules.pop()
+            if id(module) not in met:
+                met.add(id(module))
+                modules += [inner for inner in module._modules.values() if inner is not None]
+                held += [parameter for parameter in module._parameters.values() if parameter is not None]
+        return held, [parameter.requires_grad for parameter in held]
 
     def _notice_frozen(self) -> None:
         """Which values need a gradient depends on which parameters do: trace again when that has changed."""
-        trained = self._trained()
-        if trained.keys() != self.trained.keys():
-            self._refuse_other_parameters(trained)
-        if trained != self.trained:
-            self.split.paths.clear()
-            self.trained = trained
+        parameters, trained = self._trained()
+        before, trained_before = self.trained
+        if len(parameters) != len(before) or not all(map(is_, parameters, before)):
+            self._refuse_other_parameters(set(parameters), set(before))
+        elif trained == trained_before:
+            return
+        self.split.paths.clear()
+        self.trained = parameters, trained
 
-    def _refuse_other_parameters(self, found: dict[nn.Parameter, bool]) -> None:
+    def _refuse_other_parameters(self, now: set[nn.Parameter], before: set[nn.Parameter]) -> None:
         """Those that came since would be in the forward and in no stage, and nobody would train them."""
-        fresh = [name for name, parameter in self.split.model.named_parameters() if parameter not in self.trained]
-        gone = len(self.trained.keys() - found.keys())
+        if now == before:
+            return
+        fresh = [name for name, parameter in self.split.model.named_parameters() if parameter not in before]
+        gone = len(before - now)
         raise InputError(
             "the parameters that the model had when its Pipeline was made",
             f"{len(fresh)} others ({', '.join(fresh[:3])}{' ...' if fresh[3:] else ''})" if fresh else f"{gone} fewer",

@@ -1,99 +1,205 @@
-"""What the user asked of a Pipeline, understood: which schedule, which precision, what runs again."""
+"""The options of a Pipeline: each declared, checked and described here, once.
+
+`help(penstock.Pipeline)`, its signature and its error messages are made from these fields. To add an option, add a
+field with its text and, where a wrong value can be refused at once, its check (option_checks.py).
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields
+from functools import partial
+from inspect import cleandoc
+from textwrap import wrap
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import nn
 
-from penstock.core.check import prove
+from penstock.comm.transport.open import wish_of
+from penstock.core.arguments import Option, check_options, options_of
+from penstock.core.cost import Costs
 from penstock.core.loop import Loop
-from penstock.core.lower import lower
 from penstock.core.schedule import Schedule
-from penstock.core.shape import Law
+from penstock.core.validation import Numbers, truth
 from penstock.errors import InputError
-from penstock.model.stage import Recompute
-from penstock.schedules.registry import find
-from penstock.schedules.registry import loop as build_loop
-from penstock.schedules.registry import schedule as build_schedule
-from penstock.training.plan_options import Planned, read_plan, require_alone
+from penstock.model.materialise import read_later
+from penstock.model.offload import Offload
+from penstock.schedules.registry import METHODS
+from penstock.training.option_checks import (
+    check_accumulate,
+    check_clip,
+    check_cuts,
+    check_data,
+    check_example,
+    check_load,
+    check_loss,
+    check_lr_scheduler,
+    check_model,
+    check_precision,
+    check_replicas,
+    check_schedule,
+    check_seed,
+    check_timeout,
+    read_recompute,
+)
+
+LossFunction = Callable[[Any, Any], Any]
+WeightSource = Callable[[str], torch.Tensor] | str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What was asked of a Pipeline, as it was asked; see there."""
+class _NotGiven:
+    def __repr__(self) -> str:
+        return "(not given)"
 
-    model: nn.Module | Sequence[nn.Module]
-    example: Any
-    stages: int | None
-    schedule: str | Schedule | Loop
-    microbatches: int
-    optimizer: Callable[..., torch.optim.Optimizer] | None
-    cuts: Sequence[str] | None
-    chunks: int | None
-    recompute: str
-    offload: bool | str
-    precision: str | None
-    clip: float | None
-    accumulate: int
-    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None
-    seed: int
-    verify: bool
-    data: str
-    transport: str | None
-    timeout: float
-    timeline: bool
-    load: Callable[[str], torch.Tensor] | None
-    options: dict[str, Any] = field(default_factory=dict)  # of the schedule's method
-    plan: Planned | None = None
-    replicas: int | Sequence[int] = 1
+
+NOT_GIVEN: Any = _NotGiven()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """Options of a Pipeline, as the user gave them.
+
+    Fields without a text are options of schedules, which schedules/registry.py describes.
+    """
+
+    model: Annotated[
+        nn.Module | Sequence[nn.Module],
+        Option("The model, which the Pipeline cuts into stages; or a list of modules, one a stage.", check_model),
+    ] = field(kw_only=False)
+    example: Annotated[
+        Any, Option("A small batch of the model's inputs: a tensor, a tuple of arguments or a dict.", check_example)
+    ]
+    stages: Annotated[int | None, Option("Number of pipeline ranks; cuts, a list of modules or a plan imply it.")] = (
+        None
+    )
+    schedule: Annotated[
+        str | Schedule | Loop | None,
+        Option(
+            "Name of a schedule, as `penstock schedules` lists them ('1f1b'), a Schedule or a Loop.", check_schedule
+        ),
+    ] = None
+    microbatches: Annotated[int | None, Option("Number of micro-batches that a mini-batch is cut into (4).")] = None
+    loss: Annotated[
+        LossFunction | None,
+        Option("Function of (result, target) that returns a mean over rows, or (sum, weight).", check_loss),
+    ] = None
+    optimizer: Annotated[
+        Callable[..., torch.optim.Optimizer] | None,
+        Option("Function of (parameters) or (names, parameters) that makes an optimizer; called once for each stage."),
+    ] = None
+    cuts: Annotated[
+        Sequence[str] | None,
+        Option(
+            "Names of the modules at which the second, third, ... stage begins; balanced if left out.",
+            check_cuts,
+            same=True,
+        ),
+    ] = None
+    chunks: Annotated[int | None, Option("Number of stages on each rank; the schedule's own if left out.")] = None
+    replicas: Annotated[
+        int | Sequence[int] | None,
+        Option("Number of replicas of each stage, or one number a rank; they divide micro-batches' rows (1).",
+               check_replicas),
+    ] = None  # fmt: skip
+    plan: Annotated[
+        Any,
+        Option("A Plan, what `penstock.plan` returns, or the path of its JSON, in place of stages, cuts, chunks, "
+               "replicas, schedule and microbatches. Process r runs the plan's rank r."),
+    ] = None  # fmt: skip
+    recompute: Annotated[
+        str,
+        Option(
+            "'never', 'except-last' or 'always': run a stage's forward again in its backward.",
+            read_recompute,
+            same=True,
+        ),
+    ] = "never"
+    offload: Annotated[
+        bool | str,
+        Option("What waits in host memory: 'activations' (or True), 'weights' (of stages that wait) or 'all'.",
+               Offload.read),
+    ] = False  # fmt: skip
+    precision: Annotated[
+        str | None,
+        Option("'bf16' or 'fp16': run forwards under autocast; fp16 scales the loss.", check_precision, same=True),
+    ] = None
+    clip: Annotated[
+        float | None, Option("Largest norm of all gradients together; they are scaled to it.", check_clip, same=True)
+    ] = None
+    accumulate: Annotated[
+        int, Option("Number of steps whose gradients make one update.", check_accumulate, same=True)
+    ] = 1
+    lr_scheduler: Annotated[
+        Callable[[torch.optim.Optimizer], Any] | None,
+        Option(
+            "Function of (optimizer) that makes its LR scheduler, which advances at each update.", check_lr_scheduler
+        ),
+    ] = None
+    seed: Annotated[
+        int, Option("Seed of the random numbers that forwards draw, such as dropout's.", check_seed, same=True)
+    ] = 0
+    verify: Annotated[
+        bool,
+        Option("Compare the split model with the whole one on the example, and losses of micro-batches with the whole "
+               "batch's.", partial(truth, "verify")),
+    ] = True  # fmt: skip
+    data: Annotated[
+        str,
+        Option(
+            "'every' if each rank is given the same batches, 'rank0' if the others give None.", check_data, same=True
+        ),
+    ] = "every"
+    transport: Annotated[
+        str | None,
+        Option("'shared', 'gloo' or a registered transport, in place of the one chosen for processes.", wish_of),
+    ] = None
+    timeout: Annotated[float, Option("Seconds that a rank waits for another before it fails.", check_timeout)] = 120.0
+    timeline: Annotated[
+        bool, Option("Keep the times of the last steps, for `timeline()` and `measured()`.", partial(truth, "timeline"))
+    ] = True
+    load: Annotated[
+        WeightSource | None,
+        Option("Where weights come from: a safetensors file or transformers directory, or a function from a "
+               "parameter's name to its tensor, which fills a model on the meta device.", check_load),
+    ] = None  # fmt: skip
+
+    t1: Annotated[
+        int | None, Option("PipeMare's T1: stages with long delays start at lower rates, which rise over t1 updates.")
+    ] = NOT_GIVEN
+    t2: Annotated[
+        float | bool | None,
+        Option("PipeMare's T2: correct the weights of backwards by this decay; True for exp(-2), False for none."),
+    ] = NOT_GIVEN
+    t3: Annotated[int | None, Option("PipeMare's T3: train the first t3 mini-batches synchronously.")] = NOT_GIVEN
+    predict: Annotated[
+        str | None, Option("Run forwards on forecast weights: by the last step ('xpipe') or by momentum ('spectrain').")
+    ] = NOT_GIVEN
+    policy: str = NOT_GIVEN
+    cap: int = NOT_GIVEN
+    overlap: bool = NOT_GIVEN
+    stash: bool = NOT_GIVEN
+    vertical_sync: bool = NOT_GIVEN
+    forward: Numbers = NOT_GIVEN
+    input_grad: Numbers = NOT_GIVEN
+    weight_grad: Numbers = NOT_GIVEN
+    transfer: Numbers = NOT_GIVEN
+    weight_grad_memory: float = NOT_GIVEN
+    memory: Numbers = NOT_GIVEN
+    costs: Costs = NOT_GIVEN
+    placement: str = NOT_GIVEN
+    effort: int = NOT_GIVEN
 
     def __post_init__(self) -> None:
-        """Refuse what is of the wrong kind altogether; what it means is looked at where it is used."""
-        modules = [self.model] if isinstance(self.model, nn.Module) else self.model
-        if not isinstance(modules, (list, tuple, nn.ModuleList)) or not all(isinstance(m, nn.Module) for m in modules):
-            raise InputError("an nn.Module, or a list of stage modules", repr(self.model)[:60], "give the model first")
-        for module in modules:
-            _require_bare(module)
+        """Refuse wrong values, and options that do not go together; what needs the model split is checked later."""
+        check_options(self)
         if not isinstance(self.model, nn.Module):
-            self._require_stages(list(modules))
-            self._require_no_plan()
-        if self.example is None:
-            raise InputError(
-                "example= to be a small batch of the model's inputs", None, "give one, as forward takes it"
-            )
-        if not isinstance(self.schedule, (str, Schedule, Loop)):
-            raise InputError(
-                "schedule= to be a name, or a schedule", repr(self.schedule)[:60], 'write schedule="1f1b", say'
-            )
-        if self.cuts is not None and (isinstance(self.cuts, str) or not all(isinstance(c, str) for c in self.cuts)):
-            raise InputError("cuts to be a list of module names", repr(self.cuts), 'write cuts=["blocks.4"]')
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise InputError("seed to be a whole number", repr(self.seed), "give one")
-        if self.load is not None and not callable(self.load):
-            raise InputError(
-                "load= to be a function of a parameter's name",
-                type(self.load).__name__,
-                "give load=state.__getitem__ for a state dict",
-            )
-        if self.lr_scheduler is not None and not callable(self.lr_scheduler):
-            raise InputError(
-                "lr_scheduler= to be a function", type(self.lr_scheduler).__name__, "give lambda optimizer: ..."
-            )
+            self._check_stage_modules(list(self.model))
         if self.lr_scheduler is not None and self.optimizer is None:
             raise InputError("an optimizer for the lr_scheduler", "none", "give optimizer= too")
-        if not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
-            raise InputError("timeout to be a positive number of seconds", repr(self.timeout), "correct it")
 
-    def _require_no_plan(self) -> None:
-        if self.plan is not None:
-            raise InputError("one model for a plan, which cuts it", "a list of stage modules", "leave out either")
-
-    def _require_stages(self, modules: list[nn.Module]) -> None:
+    def _check_stage_modules(self, modules: list[nn.Module]) -> None:
         if len(set(map(id, modules))) < len(modules) or not modules:
             raise InputError(
                 "stage modules, each once", f"{len(modules)}, some of them twice", "copy it, or put both uses in one"
@@ -103,209 +209,47 @@ class Wanted:
             raise InputError(
                 f"stages={ranks} for a list of {len(modules)} stage modules", self.stages, "leave stages out"
             )
+        if self.plan is not None:
+            raise InputError("one model for a plan, which cuts it", "a list of stage modules", "leave out either")
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the options that all ranks must have alike."""
+        values = {name: getattr(self, name) for name, option in options_of(type(self)).items() if option.same}
+        return values | {"cuts": None if self.cuts is None else list(self.cuts)}
+
+    @property
+    def method_options(self) -> dict[str, Any]:
+        """The options of the schedule's method and of staleness mitigation that were given."""
+        values = {option.name: getattr(self, option.name) for option in fields(self) if option.default is NOT_GIVEN}
+        return {name: value for name, value in values.items() if value is not NOT_GIVEN}
+
+    @property
+    def weights_path(self) -> str | os.PathLike[str] | None:
+        """The file or directory to load weights from, if `load` is one."""
+        return self.load if isinstance(self.load, (str, os.PathLike)) else None
+
+    @property
+    def weight_source(self) -> Callable[[str], torch.Tensor] | None:
+        """The function that fills a model without weights."""
+        return read_later if isinstance(self.load, (str, os.PathLike)) else self.load
 
 
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+Documented = TypeVar("Documented")
 
 
-def _require_bare(model: nn.Module) -> None:
-    """Refuse what others have spread over processes or devices already. By name: to import them all takes long."""
-    for name, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith(("torch.", "deepspeed."))}
-        wrapper = next((kind for kind in _WRAPPERS if kind in kinds), None)
-        if wrapper is not None:
-            inner = f"the model's {name!r}" if name else "the model"
-            wraps = wrapper != "FSDPModule"
-            raise InputError(
-                "the bare model, as the Pipeline itself spreads it over ranks and joins their gradients",
-                f"{wrapper} around {inner}" if wraps else f"{inner} after fully_shard",
-                "give what it wraps, its .module" if wraps else "give it as it was before fully_shard",
-            )
+def document_options(described: type[Documented]) -> type[Documented]:
+    """Add every option with its text to the docstring of a class, for `help()`."""
+    lines = []
+    for name, option in options_of(PipelineOptions).items():
+        lines += wrap(f"{name}: {option.text or _method_text(name)}", 110, subsequent_indent="    ")
+    described.__doc__ = f"{cleandoc(described.__doc__ or '')}\n\nOptions:\n\n" + "\n".join(lines) + "\n"
+    return described
 
 
-@dataclass(frozen=True)
-class Course:
-    """How the model is to be trained, whether a plan says so or the user himself."""
-
-    stages: int | None
-    schedule: str | Schedule | Loop
-    microbatches: int
-    chunks: int | None
-    options: dict[str, Any]
-    plan: Planned | None = None
-    replicas: int | Sequence[int] = 1
-
-
-def read_course(plan: object, given: dict[str, Any], options: dict[str, Any]) -> Course:
-    """By the plan, which stands alone; or by what is given, None where it is not."""
-    if plan is not None:
-        require_alone(given)
-        found = read_plan(plan)
-        its = found.plan
-        return Course(
-            its.ranks, its.schedule, its.microbatches, its.chunks, found.options(options), found, its.replicas
-        )
-    schedule, microbatches = given["schedule"], given["microbatches"]
-    return Course(
-        given["stages"],
-        "1f1b" if schedule is None else schedule,
-        _microbatches(schedule) if microbatches is None else microbatches,
-        given["chunks"],
-        options,
-        replicas=1 if given["replicas"] is None else given["replicas"],
-    )
-
-
-def _microbatches(schedule: object) -> int:
-    """The number where none is given: a schedule's own."""
-    return schedule.shape.microbatches if isinstance(schedule, (Schedule, Loop)) else 4
-
-
-def require_plain_loss(loss: Any) -> None:
-    """Refuse a loss that is no function, or that has weights nobody would train."""
-    if loss is not None and not callable(loss):
-        raise InputError("loss= to be a function", type(loss).__name__, "give loss=lambda result, target: ...")
-    if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
-        raise InputError(
-            "a loss without parameters of its own, as no stage owns them",
-            f"{type(loss).__name__} with some that require grad",
-            "make it part of the model, whose forward then returns the loss",
-        )
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Which schedule: by name with its method's options, or the user's own."""
-
-    schedule: str | Schedule | Loop
-    stages: int | None
-    microbatches: int
-    chunks: int | None
-    options: dict[str, Any]
-    replicas: int | Sequence[int] = 1
-
-    def named(self, stages: int, edges: Sequence[tuple[int, int]] = ()) -> Schedule | Loop:
-        assert isinstance(self.schedule, str)
-        given: dict[str, Any] = {
-            "stages": stages, "microbatches": self.microbatches, "edges": edges,
-            "replicas": self.replicas, **self.options,
-        }  # fmt: skip
-        if find(self.schedule).asynchronous:
-            if self.chunks not in (None, 1):
-                raise InputError(f"one chunk a rank for {self.schedule}", self.chunks, "leave chunks out")
-            return build_loop(self.schedule, **given)
-        # The user's number of stages decides how many pieces the model is cut into, not a search for the best one.
-        chunks = 1 if self.chunks is None and self.schedule == "auto" else self.chunks
-        return build_schedule(self.schedule, chunks=chunks, **given)
-
-
-def read_schedule(asked: Asked, cuts: Sequence[str] | None) -> Schedule | Loop:
-    """The schedule by its name, or the user's own if it fits."""
-    if isinstance(asked.schedule, (Schedule, Loop)):
-        built = asked.schedule
-        _require_fit(built, asked)
-        if isinstance(built, Schedule) and built.shape.law is not Law.SYNC:
-            built = _repeated(built)
-    else:
-        built = asked.named(_stages(asked.stages, asked.chunks, cuts))
-    shape = built.shape
-    if isinstance(built, Schedule) and shape.batches != 1:
-        raise InputError(
-            "a synchronous schedule of one mini-batch, as each ends with an update",
-            f"{shape.name!r} of {shape.batches}",
-            "give batches=1; it is repeated for every mini-batch",
-        )
-    if shape.slots != shape.ranks and not isinstance(built, Schedule):
-        raise InputError(
-            "a synchronous schedule for stages with replicas", repr(shape.name), "choose one, or leave replicas out"
-        )
-    if cuts is not None and len(cuts) != shape.stages - 1:
-        raise InputError(f"{shape.stages - 1} cuts for {shape.stages} pieces", len(cuts), "name one cut a boundary")
-    return built
-
-
-def _repeated(own: Schedule) -> Loop:
-    """A user's list without a flush, as a run of any length."""
-    prove(own)
-    found = Loop.repeating(own)
-    if own.lowered and lower(found.unroll(own.shape.batches)) != own:
-        raise InputError(
-            "transfers and updates of a schedule without a flush where we put them: around what they serve",
-            f"{own.shape.name!r} with others",
-            "give its compute actions alone, and let us add the rest",
-        )
-    return found
-
-
-def with_edges(asked: Asked, built: Schedule | Loop, edges: Sequence[tuple[int, int]]) -> Schedule | Loop:
-    """The same schedule for a model whose stages send further than to their neighbours."""
-    shape = built.shape
-    if tuple(edges) == shape.edges:
-        return built
-    if isinstance(asked.schedule, str):
-        return asked.named(shape.ranks, edges)
-    if isinstance(built, Loop):
-        return replace(built, shape=replace(shape, edges=tuple(edges)))
-    return _own_with_edges(built, edges)
-
-
-def _own_with_edges(own: Schedule, edges: Sequence[tuple[int, int]]) -> Schedule:
-    """A user's schedule of compute actions gets the transfers it needs; one that lists its own must list them all."""
-    if not own.lowered:
-        return replace(own, shape=replace(own.shape, edges=tuple(edges)))
-    missing = sorted(set(edges) - set(own.shape.edges))
-    if missing:
-        raise InputError(
-            f"a schedule with transfers from stage {missing[0][0]} to stage {missing[0][1]}, as the model needs them",
-            "none",
-            "give the compute actions alone, and let us add the transfers",
-        )
-    return own
-
-
-def _stages(stages: int | None, chunks: int | None, cuts: Sequence[str] | None) -> int:
-    if stages is not None:
-        return stages
-    if cuts is None:
-        raise InputError("stages, cuts or a list of stage modules", "none", "say how the model is to be split")
-    return (len(cuts) + 1) // (chunks or 1)
-
-
-def _require_fit(schedule: Schedule | Loop, asked: Asked) -> None:
-    shape, stages, microbatches = schedule.shape, asked.stages, asked.microbatches
-    if stages is not None and shape.ranks != stages:
-        raise InputError(f"a schedule of {stages} stages", shape.ranks, "make stages and schedule agree")
-    if shape.microbatches != microbatches:
-        raise InputError(f"a schedule of {microbatches} micro-batches", shape.microbatches, "make them agree")
-    if asked.options:
-        raise InputError("no options for a schedule that is made already", ", ".join(asked.options), "leave them out")
-
-
-def read_recompute(asked: str) -> Recompute:
-    try:
-        return Recompute(asked)
-    except ValueError:
-        names = ", ".join(member.value for member in Recompute)
-        raise InputError(f"recompute to be one of {names}", repr(asked), "choose one") from None
-
-
-def read_precision(asked: str | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A maker of the context that forwards run in."""
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if asked is None:
-        return nullcontext
-    if asked not in kinds:
-        raise InputError("precision to be bf16 or fp16", repr(asked), "choose one, or leave it out")
-    return lambda: torch.autocast(device.type, dtype=kinds[asked])
-
-
-def home_of(model: nn.Module) -> torch.device:
-    """The one device that a model's parameters are on."""
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise InputError(
-            "a model on one device",
-            ", ".join(sorted(map(str, devices))),
-            "move it with .to(device) and let us place it",
-        )
-    return devices.pop() if devices else torch.get_default_device()
+def _method_text(name: str) -> str:
+    """Return the text of a schedule's option, with the names of the schedules that have it."""
+    texts: dict[str, list[str]] = {}
+    for method in METHODS.values():
+        if name in method.options:
+            texts.setdefault(method.options[name], []).append(method.name)
+    return "; ".join(f"(schedule {', '.join(names)}) {text}" for text, names in texts.items())

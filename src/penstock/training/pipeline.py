@@ -7,111 +7,57 @@ script is the same, and so are the bits.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
-from torch import nn
 
-from penstock.core.arguments import named, parameters_of, refuse_unknown
+from penstock.core.arguments import named, parameters_of, refuse_unknown, takes
 from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
+from penstock.core.shape import Shape
 from penstock.core.timeline import Timeline
 from penstock.errors import InputError
-from penstock.model.batch import as_call, rows_of
 from penstock.model.chain import Chain
-from penstock.model.loss import Total, total_of
-from penstock.model.materialise import read_later
+from penstock.model.loss import total_of
 from penstock.model.replay import PathChangedError
-from penstock.model.seeding import random_states_kept
 from penstock.model.stage import Job
 from penstock.model.walk import watching
 from penstock.schedules.options import TrainingOptions
-from penstock.schedules.registry import OPTIONS
+from penstock.schedules.registry import option_names
 from penstock.training.async_trainer import AsyncTrainer
-from penstock.training.batches import input_gradients
 from penstock.training.build import Assembled, assemble
 from penstock.training.build_engine import SETTLED, Engine, build_engine, choose, describe
-from penstock.training.build_replicas import require_rows
 from penstock.training.evaluation import Forwards
-from penstock.training.flush_updates import Update
+from penstock.training.flush_trainer import FlushTrainer
 from penstock.training.health import Health
 from penstock.training.loss_checks import LossChecks, in_eval_mode
 from penstock.training.measurement.gather import gathered, gathered_run, timeline_here
 from penstock.training.measurement.measured import Measured
 from penstock.training.micro_batches import Cut, Finish, MicroBatches, scored
 from penstock.training.model_state import take_state, whole_state
-from penstock.training.options import Wanted, read_course, require_plain_loss
-from penstock.training.pipeline_parts import LossFunction, Step
+from penstock.training.options import LossFunction, PipelineOptions, document_options
+from penstock.training.pipeline_parts import Step
 from penstock.training.processes import require_agreement
+from penstock.training.schedule_choice import ScheduleChoice, read_choice
 from penstock.training.staleness import NAMES as REMEDIES
 
 
+@document_options
 class Pipeline:
-    """Train `model` as a pipeline. `example` is one small batch of its inputs; see the user's guide for the rest.
+    """Train `model` as a pipeline, by a synchronous or an asynchronous schedule.
 
-    How: by `stages` or `cuts`, a `schedule` ("1f1b") and a number of `microbatches` (4); or by a `plan`, which says all
-    of these: a Plan, what `penstock.plan` returns, or the path of the JSON that `penstock plan` writes. Process r runs
-    the plan's rank r.
-    `verify`: whether the split model is compared with the whole one on the example, and the first step's loss with the
-    whole batch's. `recompute` is never, except-last or always. `offload` is False, or what waits in host memory:
-    "activations" (the same as True), "weights" (of stages that wait; between steps they lie there too), or "all".
-    `data` is "every" where
-    each rank is given the same batches, "rank0" where rank 0 has them and the others pass None. `transport` and
-    `timeout` (seconds that a rank may wait for another) are for several processes. `timeline`: whether times of
-    each step are kept. `load`, a function from a parameter's name to its values, fills a weightless model; it is
-    asked for what this process runs. The path of a safetensors file or of a transformers directory fills any model,
-    each process reading its own part.
+    How: by `stages` or `cuts`, a `schedule` and a number of `microbatches`; or by a `plan`, which says all of these.
     """
 
-    @named
-    def __init__(
-        self,
-        model: nn.Module | Sequence[nn.Module],
-        *,
-        example: Any,
-        stages: int | None = None,
-        schedule: str | Schedule | Loop | None = None,
-        microbatches: int | None = None,
-        loss: LossFunction | None = None,
-        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-        cuts: Sequence[str] | None = None,
-        chunks: int | None = None,
-        replicas: int | Sequence[int] | None = None,
-        plan: Any = None,
-        recompute: str = "never",
-        offload: bool | str = False,
-        precision: str | None = None,
-        clip: float | None = None,
-        accumulate: int = 1,
-        lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-        seed: int = 0,
-        verify: bool = True,
-        data: str = "every",
-        transport: str | None = None,
-        timeout: float = 120.0,
-        timeline: bool = True,
-        load: Callable[[str], torch.Tensor] | str | os.PathLike[str] | None = None,
-        **options: Unpack[TrainingOptions],
-    ) -> None:
-        refuse_unknown("Pipeline", options, [*parameters_of(Pipeline), *OPTIONS, *REMEDIES, *SETTLED])
-        require_plain_loss(loss)
-        fill = read_later if isinstance(load, (str, os.PathLike)) else load
-        given: dict[str, Any] = {
-            "stages": stages, "schedule": schedule, "microbatches": microbatches, "cuts": cuts, "chunks": chunks,
-            "replicas": replicas,
-        }  # fmt: skip
-        course = read_course(plan, given, dict(options))
-        self.wanted = Wanted(
-            model, example, course.stages, course.schedule, course.microbatches, optimizer, cuts, course.chunks,
-            recompute, offload, precision, clip, accumulate, lr_scheduler, seed, verify, data, transport, timeout,
-            timeline, fill, course.options, course.plan, course.replicas,
-        )  # fmt: skip
-        self.loss, self.index, self.verify = loss, 0, verify
+    @takes(PipelineOptions, others=lambda: (*option_names(), *SETTLED))
+    def __init__(self, options: PipelineOptions, others: dict[str, Any]) -> None:
+        """Split the model, prove the schedule, and connect the ranks."""
+        self.options, self.choice = options, read_choice(options, others)
+        self.loss, self.index, self.verify = options.loss, 0, options.verify
         self.working = False  # inside a step
-        parts: Assembled = assemble(self.wanted)
+        parts: Assembled = assemble(options, self.choice)
         self.model, self.split, self.ground, self.feed = parts.split.model, parts.split, parts.ground, parts.feed
         self.norms, self.buffers = parts.norms, parts.buffers
         self.crew, self.stages, self.optimizers = self.ground.crew, self.ground.stages, self.ground.optimizers
@@ -119,11 +65,11 @@ class Pipeline:
         self.engine: Engine | None = None
         self.health = Health(self.crew)
         self.settings, self.device = self.ground.settings, self.ground.settings[0].device
-        self.micro_batches = MicroBatches(self.split, self.feed, self.device, self.wanted.seed)
+        self.micro_batches = MicroBatches(self.split, self.feed, self.settings[0])
         self.checks, self.forwards = LossChecks(self), Forwards(self)
         self._take_up(parts.engine)
-        if isinstance(load, (str, os.PathLike)):
-            self.import_weights(load)
+        if options.weights_path is not None:
+            self.import_weights(options.weights_path)
 
     def _take_up(self, engine: Engine) -> None:
         """Train by this engine from now on."""
@@ -133,11 +79,14 @@ class Pipeline:
         self.engine, self.executor, self.clock = engine, engine.executor, engine.clock
         self.schedule, self.microbatches = engine.schedule, engine.schedule.shape.microbatches
         self.async_trainer: AsyncTrainer | None = None
+        self.trainer: FlushTrainer | AsyncTrainer
         if engine.updates is not None and engine.weights is not None and engine.status is not None:
             engine.updates.since = self.index
-            self.async_trainer = AsyncTrainer(
+            self.trainer = self.async_trainer = AsyncTrainer(
                 self, self.executor, engine.weights, engine.updates, engine.status, engine.clock, engine.remedies.t3
             )
+        else:
+            self.trainer = FlushTrainer(self, engine)
 
     @named
     def step(self, inputs: Any, target: Any = None) -> Step:
@@ -145,19 +94,9 @@ class Pipeline:
 
         `inputs` are a tensor, a tuple of arguments, or a dict of keywords, whose labels may be among them.
         """
-        loss = self.require_loss()
+        self.require_loss()
         self.health.require()
-        if self.async_trainer is not None:
-            return self.async_trainer.step(inputs, target)
-        inputs, target = self.feed.one(inputs, target)
-        self.checks.every_batch(loss, inputs, target)
-        with torch.enable_grad(), input_gradients(inputs, self.crew.alone) as scaled:
-            found = self.again(lambda: self._run(*self._by_slot(inputs, target, scored(loss))))
-            scaled.by = self.optimizers.unit / (found.weight * self.optimizers.scale)
-        self.checks.first_batch(loss, inputs, target)
-        update = self._updated(found)
-        self.index += 1
-        return Step(self.index - 1, found.mean, update.updated, update.norm)
+        return self.trainer.step(inputs, target)
 
     @named
     def train(self, loader: Iterable[Any] | None) -> Iterator[Step]:
@@ -171,9 +110,9 @@ class Pipeline:
         self.health.require()
         batches = self.feed.each(loader)
         while True:
-            trainer = self.async_trainer
-            yield from self._flushed(batches) if trainer is None else trainer.train(batches)
-            if self.async_trainer is trainer:
+            trainer = self.trainer
+            yield from trainer.train(batches)
+            if self.trainer is trainer or (self.async_trainer is None and isinstance(trainer, FlushTrainer)):
                 return
 
     @named
@@ -188,26 +127,22 @@ class Pipeline:
 
         The stages stay as they are, so the schedule must place as many on the same ranks. Optimizers keep their state.
         """
-        refuse_unknown("Pipeline.switch", options, [*parameters_of(Pipeline.switch), *OPTIONS, *REMEDIES, *SETTLED])
+        known = [*parameters_of(Pipeline.switch), *option_names(), *REMEDIES, *SETTLED]
+        refuse_unknown("Pipeline.switch", options, known)
         self._require_between()
         own = schedule.shape.microbatches if isinstance(schedule, (Schedule, Loop)) else self.microbatches
         parts = own if microbatches is None else microbatches
-        wanted = replace(self.wanted, schedule=schedule, microbatches=parts, options=dict(options), plan=None)
-        chosen = choose(wanted, self.schedule.shape.ranks, None)
-        ours, theirs = self.schedule.shape, chosen.built.shape
-        if theirs.placement != ours.placement or theirs.replicas != ours.replicas:
-            replicas = f" with {list(ours.replicas)} replicas" if self.crew.replicated else ""
-            raise InputError(
-                f"a schedule for {self.split.pieces} stages placed on ranks {list(ours.placement)}{replicas}",
-                f"{theirs.name} with {list(theirs.placement)}"
-                + (f" and {list(theirs.replicas)} replicas" if replicas or max(theirs.replicas) > 1 else ""),
-                "make a Pipeline of its own for it",
-            )
+        shape = self.schedule.shape
+        choice = ScheduleChoice(
+            schedule, shape.ranks, parts, self.choice.chunks, dict(options), replicas=shape.replicas
+        )
+        chosen = choose(choice, self.options, None)
+        _require_same_places(self.schedule.shape, chosen.built.shape)
         if not self.crew.alone:
             require_agreement(self.crew, {"schedule": describe(chosen), "micro-batches": parts})
         self.settle()
         engine = build_engine(chosen, self.ground, self.split.edges)
-        self.wanted = wanted
+        self.choice = choice
         self._take_up(engine)
 
     def settle(self) -> None:
@@ -316,79 +251,6 @@ class Pipeline:
         self.settle()
         self.executor.close()
 
-    def _flushed(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[Step]:
-        """Step by step, for as long as the schedule is a synchronous one."""
-        for inputs, target in batches:
-            yield self.step(inputs, target)
-            if self.async_trainer is not None:
-                return
-
-    def _by_slot(self, inputs: Any, target: Any, finish: scored) -> tuple[list[Job], list[list[Job]], int]:
-        """Return the jobs of a mini-batch; where stages have replicas, those of each slot of this process; and its
-        rows."""
-        if not self.crew.replicated:
-            jobs = self.jobs(inputs, target, self.microbatches, finish)
-            return jobs, [], sum(job.rows for job in jobs)
-        shape, rows = self.schedule.shape, rows_of(as_call(inputs), target)
-        require_rows(shape, rows)
-        slots = self.executor.slots
-        places = [(shape.replicas[shape.slot_rank[slot]], int(shape.slot_replica[slot])) for slot in slots]
-        return [], self.micro_batches.by_replica(inputs, target, self.microbatches, finish, self.index, places), rows
-
-    def _run(self, jobs: list[Job], by_slot: list[list[Job]], rows: int) -> Total:
-        """Run all forwards and backwards; whatever goes wrong, the model is then as it was before."""
-        assert self.engine is not None
-        assert self.engine.rows is not None
-        root = self.flush.root(rows)
-        for job in (job for some in (jobs, *by_slot) for job in some):
-            job.root = root
-        self.norms.forget()
-        before = self.before = self.buffers.save()
-        try:
-            with random_states_kept(self.device), self.norms, self.flush.gathering(), self.busy():
-                with self.health.of_run():
-                    loss = self._run_rows(self.engine, jobs, by_slot)
-                loss.require_usable()
-        except BaseException:
-            self.executor.drop()
-            self.flush.forget()
-            self.buffers.restore(before)
-            raise
-        self.buffers.learn(before)
-        return loss
-
-    def _run_rows(self, engine: Engine, jobs: list[Job], by_slot: list[list[Job]]) -> Total:
-        """Run the rows of a mini-batch before its updates."""
-        assert engine.rows is not None
-        if engine.clock is not None:
-            engine.clock.forget()
-        if engine.meter is not None:
-            engine.meter.step_begins(self.observers)
-        self.executor.begin(jobs, by_slot)
-        with self.executor.watched():
-            self.executor.run(engine.rows[0])
-        if engine.end is None:
-            return self.executor.loss()
-        every = [job.labels for some in by_slot for job in some if job.labels is not None]
-        labels = list({id(one): one for one in every}.values())
-        return engine.end.exchange(self.index, labels, self.micro_batches.memory)
-
-    def _updated(self, loss: Total) -> Update:
-        assert self.engine is not None
-        assert self.engine.rows is not None
-        try:
-            with self.health.of_update(self.optimizers):
-                update = self.flush.agree(loss, self.index)
-                self.executor.run(self.engine.rows[1])
-        except BaseException:
-            self.flush.forget()
-            self.buffers.restore(self.before)
-            raise
-        self.norms.move()
-        if self.clock is not None:
-            self.clock.finish(batches=1)
-        return update
-
     def again(self, run: Callable[[], Any]) -> Any:
         """Run something, and once more if a path has changed: it is then traced afresh, where all weights are. Walks
         are watched for all at once: that takes longer to begin and to end than a small stage."""
@@ -432,6 +294,19 @@ class Pipeline:
                 "one inside a mini-batch" + (", whose accumulation is not finished" if self.optimizers.steps else ""),
                 "switch when the step is over",
             )
+
+
+def _require_same_places(ours: Shape, theirs: Shape) -> None:
+    """Refuse a schedule whose stages are on other ranks, or have other replicas."""
+    if (theirs.placement, theirs.replicas) == (ours.placement, ours.replicas):
+        return
+    replicas = max(*ours.replicas, *theirs.replicas) > 1
+    raise InputError(
+        f"a schedule for {ours.stages} stages placed on ranks {list(ours.placement)}"
+        + (f" with replicas {list(ours.replicas)}" if replicas else ""),
+        f"{theirs.name} with {list(theirs.placement)}" + (f" and {list(theirs.replicas)}" if replicas else ""),
+        "make a Pipeline of its own for it",
+    )
 
 
 __all__ = ["Pipeline", "Step"]

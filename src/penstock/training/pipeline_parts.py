@@ -25,11 +25,9 @@ from penstock.training.batches import Feed
 from penstock.training.build_engine import Engine
 from penstock.training.health import Health
 from penstock.training.micro_batches import Cut, Finish, MicroBatches
-from penstock.training.options import Wanted
+from penstock.training.options import LossFunction, PipelineOptions
 from penstock.training.processes import Crew
 from penstock.training.stage_optimizers import Optimizers
-
-LossFunction = Callable[[Any, Any], Any]
 
 
 @named_fields
@@ -84,7 +82,7 @@ class PipelineParts(Protocol):
     @property
     def health(self) -> Health: ...
     @property
-    def wanted(self) -> Wanted: ...
+    def options(self) -> PipelineOptions: ...
     @property
     def verify(self) -> bool: ...
     @property

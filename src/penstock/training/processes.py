@@ -72,7 +72,7 @@ class Crew:
             self.world.broadcast(_leaves(found), self.last)
             return found
         message = from_bytes(self.world.broadcast(None, self.last))
-        words = json.loads(message.told)
+        words = json.loads(message.metadata)
         places = iter(leaf_places(example))
 
         def leaf(_: Any) -> Any:
@@ -105,7 +105,7 @@ def muster(shape: Shape, timeout: float) -> Crew:
     if world.size != shape.slots:
         raise _wrong_size(shape, world.size)
     found = Crew(world, tuple(shape.slot(stage) for stage in range(shape.stages)), replicas)
-    world.watch.board.name_stages(found.here)
+    world.watch.status_page.name_stages(found.here)
     return found
 
 

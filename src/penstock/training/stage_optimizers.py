@@ -38,10 +38,6 @@ class Optimizers:
         accumulate: int,
         fp16: bool,
     ) -> None:
-        if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
-            raise InputError("clip to be a positive norm", clip, "correct clip or leave it out")
-        if not isinstance(accumulate, int) or accumulate < 1:
-            raise InputError("accumulate to be at least 1 step", accumulate, "correct accumulate")
         self.owned = {at: list(stage.values()) for at, stage in owned.items()}
         self.names = {parameter: name for stage in owned.values() for name, parameter in stage.items()}
         self.parameters = list(self.names)

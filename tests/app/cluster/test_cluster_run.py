@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock import Cluster, Device, InputError
 from penstock.app.cluster.command import measure_command
-from penstock.app.cluster.measure import alike, host_memory, hosts_of
+from penstock.app.cluster.measure import equalize, host_memory, hosts_of
 from penstock.app.cluster.probe import SIZES, fit, spread
 from penstock.core.cluster_file import read_cluster
 from penstock.core.links import ring_seconds
@@ -125,7 +125,7 @@ def test_noise_and_bends_are_said():
 
 def test_devices_of_a_kind_get_the_least_of_all():
     devices = [Device("cpu", 8.0, 1.0, 3.0), Device("gpu", 4.0), Device("cpu", 6.0, 1.0, 5.0)]
-    assert alike(devices) == (Device("cpu", 6.0, 1.0, 3.0), Device("gpu", 4.0), Device("cpu", 6.0, 1.0, 3.0))
+    assert equalize(devices) == (Device("cpu", 6.0, 1.0, 3.0), Device("gpu", 4.0), Device("cpu", 6.0, 1.0, 3.0))
 
 
 def test_ranks_are_the_same_number_on_every_host():

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import penstock
-from penstock.app.compare.command import Wish, compare
+from penstock.app.compare.command import CompareOptions, compare
 from penstock.app.compare.memory import KINDS, micro_batch_bytes, stage_bytes
-from penstock.app.compare.methods import NAMED, chosen
+from penstock.app.compare.methods import NAMED, choose_methods
 from penstock.app.compare.result import HEADS, Comparison, Row
 from penstock.app.compare.setup import Setup
 from penstock.app.compare.stopwatch import Stopwatch
-from penstock.app.compare.times import finished, pace, simulated, steady, utilisation
-from penstock.app.compare.track import Track, following
+from penstock.app.compare.times import finish_times, pace, simulated, steady_range, utilisation
+from penstock.app.compare.track import Track, follow_lines
 from penstock.app.config.file import read_config
 from penstock.app.run.progress import progress_of_many
 from penstock.app.run.request import Request
@@ -73,7 +73,7 @@ def usual(tmp_path_factory):
     """All usual methods, inline: trained once for several tests."""
     file = tmp_path_factory.mktemp("compare") / "small.toml"
     file.write_text(SMALL)
-    return compare(Request(str(file)), Wish(inline=True))
+    return compare(Request(str(file)), CompareOptions(inline=True))
 
 
 def test_every_usual_method_trains_the_same_samples(usual):
@@ -143,7 +143,7 @@ def test_the_table_and_the_page_say_which_times_they_are(usual):
 
 def test_methods_that_cannot_run_or_diverge_get_a_row_with_the_reason(small):
     file = small(("microbatches = 4", "microbatches = 2"), ("lr = 1e-2", 'name = "SGD"\nlr = 1e30'))
-    wish = Wish(["plain", "1f1b", "2bw", "pipedream", "zb-v"], inline=True)
+    wish = CompareOptions(["plain", "1f1b", "2bw", "pipedream", "zb-v"], inline=True)
     found = compare(Request(file, {"training.steps": 4}), wish)
     rows = by_name(found)
     for name in ("plain", "1f1b", "pipedream", "zb-v"):
@@ -163,7 +163,7 @@ def test_a_model_that_a_method_cannot_train_does_not_stop_the_others(small, monk
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(runs, "train", broken)
-    rows = by_name(compare(Request(small(), {"training.steps": 2}), Wish(["plain", "1f1b"], inline=True)))
+    rows = by_name(compare(Request(small(), {"training.steps": 2}), CompareOptions(["plain", "1f1b"], inline=True)))
     assert rows["plain"].note is None
     assert rows["1f1b"].note.startswith("RuntimeError: out of luck, at ")
     assert rows["1f1b"].note.endswith("in broken")
@@ -177,7 +177,7 @@ def test_the_configs_own_schedule_is_compared_with_its_options(small):
     own = small(("stages = 4", "stages = 2\nschedule = 'dapple'\noptions = {policy = 'pb'}"))
     setup = Setup(Request(own), read_config(own))
     assert setup.usual().count("dapple") == 1
-    dapple, gpipe, t1 = (setup.request(method) for method in chosen(["dapple", "gpipe", "pipemare-t1"], 12))
+    dapple, gpipe, t1 = (setup.request(method) for method in choose_methods(["dapple", "gpipe", "pipemare-t1"], 12))
     assert dapple.changes["pipeline.options"] == {"policy": "pb"}
     assert gpipe.changes["pipeline.options"] == {}
     assert t1.changes["pipeline.options"] == {"t1": 3, "t2": False}
@@ -186,7 +186,7 @@ def test_the_configs_own_schedule_is_compared_with_its_options(small):
 def test_nesterov_takes_rate_decay_and_scheduler_of_the_configs_optimizer(small):
     file = small(("lr = 1e-2", 'lr = 1e-2\nbetas = [0.8, 0.9]\n[optimizer.scheduler]\nname = "StepLR"\nstep_size = 3'))
     setup = Setup(Request(file), read_config(file))
-    (method,) = chosen(["nesterov"], 12)
+    (method,) = choose_methods(["nesterov"], 12)
     found = setup.request(method).task().config.optimizer
     assert (found.name, found.arguments) == ("nesterov", {"lr": 1e-2, "weight_decay": 1e-2}), "AdamW's own decay"
     assert found.scheduler.name == "StepLR"
@@ -194,24 +194,24 @@ def test_nesterov_takes_rate_decay_and_scheduler_of_the_configs_optimizer(small)
 
 def test_k_and_n_come_from_the_budget_or_from_the_user():
     every = "pipemare-t1-t2-t3"
-    assert chosen([every], 40)[0].options == {"t1": 10, "t2": True, "t3": 4}
-    assert chosen([every], 2)[0].options == {"t1": 1, "t2": True, "t3": 1}
-    (method,) = chosen([every], 40, t1=7, t3=3)
+    assert choose_methods([every], 40)[0].options == {"t1": 10, "t2": True, "t3": 4}
+    assert choose_methods([every], 2)[0].options == {"t1": 1, "t2": True, "t3": 1}
+    (method,) = choose_methods([every], 40, t1=7, t3=3)
     assert method.options == {"t1": 7, "t2": True, "t3": 3}
     assert (method.flushed, method.asynchronous, NAMED["gpipe"].asynchronous) == (3, True, False)
-    assert [method.name for method in chosen(["2bw", "plain", "2bw"], 4)] == ["2bw", "plain"]
+    assert [method.name for method in choose_methods(["2bw", "plain", "2bw"], 4)] == ["2bw", "plain"]
 
 
 @pytest.mark.parametrize(
     ("wish", "changes", "said"),
     [
-        (Wish(["1f1b", "pipedreem"]), (), "'pipedreem'; try pipedream"),
-        (Wish([]), (), "the names of some methods"),
-        (Wish(t1=0), (), "--t1 to be at least 1"),
-        (Wish(t3=-1), (), "--t3 to be at least 1"),
-        (Wish(), (("lr = 1e-2", ""),), "optimizer.lr: expected the learning rate that all methods share"),
-        (Wish(), (("stages = 4", "stages = 60"),), "at most .* stages for this model's layers, but got 60"),
-        (Wish(), (("lr = 1e-2", "lr = -1.0"),), "a value that AdamW takes"),
+        (CompareOptions(["1f1b", "pipedreem"]), (), "'pipedreem'; try pipedream"),
+        (CompareOptions([]), (), "the names of some methods"),
+        (CompareOptions(t1=0), (), "--t1 to be at least 1"),
+        (CompareOptions(t3=-1), (), "--t3 to be at least 1"),
+        (CompareOptions(), (("lr = 1e-2", ""),), "optimizer.lr: expected the learning rate that all methods share"),
+        (CompareOptions(), (("stages = 4", "stages = 60"),), "at most .* stages for this model's layers, but got 60"),
+        (CompareOptions(), (("lr = 1e-2", "lr = -1.0"),), "a value that AdamW takes"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(small, wish, changes, said):
@@ -223,7 +223,7 @@ def test_compare_starts_its_own_workers(small, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="which starts its own workers, but got 2 that were launched together"):
-        compare(Request(small()), Wish())
+        compare(Request(small()), CompareOptions())
 
 
 def test_what_is_weighed_is_what_the_stages_of_a_worker_would_keep(small):
@@ -264,8 +264,8 @@ def test_a_stopwatch_times_every_operation_once(small):
         for stage in range(4):
             assert len(watch.own[Op.F, stage]) == len(watch.own[Op.B, stage]) == 4 * 5
             assert len(watch.own[Op.UPDATE, stage]) == 5
-        assert sum(map(len, watch.around.values())) == around
-        assert all(second >= 0 for seconds in (*watch.own.values(), *watch.around.values()) for second in seconds)
+        assert sum(map(len, watch.overhead.values())) == around
+        assert all(second >= 0 for seconds in (*watch.own.values(), *watch.overhead.values()) for second in seconds)
 
 
 def test_updates_inside_a_forward_are_no_part_of_it(small):
@@ -279,7 +279,7 @@ def test_updates_inside_a_forward_are_no_part_of_it(small):
         pass
     assert len(watch.own[Op.UPDATE, 0]) == 6
     assert min(watch.own[Op.UPDATE, 0]) >= 0.1
-    first = watch.around[Op.F, 0][::4]  # of each mini-batch: there it happens
+    first = watch.overhead[Op.F, 0][::4]  # of each mini-batch: there it happens
     assert min(first[2:]) < 0.1
 
 
@@ -305,7 +305,7 @@ def test_simulated_times_are_those_of_the_schedule():
 def test_a_mini_batch_is_finished_when_its_last_update_is():
     loop = penstock.loop("2bw", stages=2, microbatches=2)
     line = simulate_costs(loop.unroll(4), flat_costs(loop.shape, update=1.0))
-    done = finished(line)
+    done = finish_times(line)
     assert len(done) == 4
     assert (np.diff(done) > 0).all()
     assert done[-1] == line.makespan
@@ -317,7 +317,7 @@ def test_a_mini_batch_is_finished_when_its_last_update_is():
     [(40, 4, 0, (4, 35)), (40, 4, 10, (14, 35)), (5, 4, 0, (0, 4)), (3, 2, 9, (1, 2)), (2, 2, 0, (0, 1))],
 )
 def test_the_steady_part_leaves_out_fill_and_drain(count, stages, flushed, window):
-    assert steady(count, stages, flushed) == window
+    assert steady_range(count, stages, flushed) == window
 
 
 def test_a_single_mini_batch_has_a_pace():
@@ -330,13 +330,13 @@ def test_notes_of_another_process_are_followed_to_the_last(tmp_path):
 
     def take(line):
         _, loss, seconds = line.split()
-        track.take(float(loss), float(seconds))
+        track.add(float(loss), float(seconds))
 
-    with following(notes, take), notes.open("a") as out:
+    with follow_lines(notes, take), notes.open("a") as out:
         writer = Track(out=out, number=3)
         writer.begin()
         for loss in (3.0, 2.0, 1.0):
-            writer.note(loss)
+            writer.record(loss)
     assert track.losses == writer.losses == [3.0, 2.0, 1.0]
     assert track.seconds == pytest.approx(writer.seconds)
     assert shown == [(1, 3.0), (2, 2.0), (3, 1.0)]
@@ -383,6 +383,6 @@ def test_nesterov_makes_nadam_with_decoupled_decay():
 def test_examples_can_be_compared():
     for file in sorted((Path(__file__).parents[3] / "examples").glob("*.toml")):
         setup = Setup(Request(str(file)), read_config(file))
-        for method in chosen(None, setup.steps):
+        for method in choose_methods(None, setup.steps):
             if method.schedule is not None and method.schedule != "2bw":
                 read_config(file, setup.request(method).changes)

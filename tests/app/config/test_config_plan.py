@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock import FormatError, InputError, Plan, StagePlan
-from penstock.app.compare.command import Wish, compare
+from penstock.app.compare.command import CompareOptions, compare
 from penstock.app.config.file import read_config
 from penstock.app.run.request import Request
 from penstock.app.run.train import run, train
@@ -98,7 +98,7 @@ def test_a_plan_stands_alone(tmp_path, beside, shown):
     said = refused(tmp_path, f'plan = "PLAN"\n{beside}', made().to_json())
     name = beside.split()[0]
     assert said == (
-        f"/mine.toml: pipeline.{name}: expected nothing beside pipeline.plan, which says it too, but got {shown}; "
+        f"/mine.toml: pipeline.{name}: expected nothing beside pipeline.plan, which sets it too, but got {shown}; "
         "leave out either"
     )
 
@@ -152,4 +152,4 @@ def test_a_plan_of_another_model_is_found_when_the_model_is_there(tmp_path):
 def test_methods_are_not_compared_by_a_plan(tmp_path):
     file = written(tmp_path, 'plan = "PLAN"', made().to_json())
     with pytest.raises(FormatError, match=r"mine.toml: pipeline.plan: expected pipeline.stages, for all methods"):
-        compare(Request(file), Wish(["1f1b"], inline=True))
+        compare(Request(file), CompareOptions(["1f1b"], inline=True))

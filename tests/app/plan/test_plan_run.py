@@ -12,7 +12,7 @@ import pytest
 from commands import penstock
 from penstock import Cluster, Device, FormatError, InputError, Layer, Level, Profile, schedule, simulate
 from penstock.app.plan.command import as_json, as_text, plan, plan_all, plan_command, read_profile
-from penstock.app.plan.explain import Moved, delay, slower, traffic
+from penstock.app.plan.explain import Traffic, delay, runner_up, traffic
 from penstock.app.plan.predict import predict
 from penstock.core.plan import Plan, StagePlan
 from penstock.planners.outcome import PlanOutcome
@@ -80,13 +80,13 @@ def test_the_pace_of_an_asynchronous_plan_leaves_its_filling_out():
 def test_what_moves_in_a_step_is_that_of_all_its_micro_batches():
     layers = tuple(Layer(f"L{at}", 1.0, 1.0, 1.0, output_bytes=5.0) for at in range(2))
     found = plan(Profile(layers), Cluster.uniform((Level("link", 2, 8.0),)), method="balance", batch=6)
-    assert traffic(found) == [Moved("stage 0 to 1, and as much back", 30.0, "link", 30 / 8)]
+    assert traffic(found) == [Traffic("stage 0 to 1, and as much back", 30.0, "link", 30 / 8)]
 
 
 def test_plans_of_other_batches_are_compared_by_the_row():
     profile, cluster = Profile((Layer("L", 1.0, 1.0, 1.0),)), Cluster.uniform((Level("link", 1, 8.0),))
     one, four = (plan(profile, cluster, method="balance", batch=rows) for rows in (1, 4))
-    loss = slower(four, one, "small")
+    loss = runner_up(four, one, "small")
     assert (loss.step_seconds, loss.more) == (pytest.approx(12.0), pytest.approx(0.0))
     assert [share for _, share in loss.causes] == pytest.approx([0.0, 0.0])
 
@@ -299,7 +299,7 @@ def test_bad_input(files, tmp_path):
         plan(read_profile(profile), Cluster.uniform((Level("link", 2, 8.0),)), method="2bw", keep=1)
     with pytest.raises(FormatError, match=r"none\.json: expected a readable profile"):
         read_profile(tmp_path / "none.json")
-    with pytest.raises(InputError, match="samples with a text profile alone; JSON says its own, but got 3"):
+    with pytest.raises(InputError, match="samples with a text profile alone; JSON contains the number, but got 3"):
         read_profile(tmp_path / "none.json", 3)
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(FormatError, match=r"bad\.json: expected a profile as JSON, but got not JSON"):

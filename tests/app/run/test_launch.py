@@ -56,9 +56,9 @@ def test_threads_that_the_user_asked_for_stay(tmp_path):
         (
             "os.kill(os.getpid(), 9)",
             137,
-            "rank 1 ended by signal 9 (SIGKILL), possibly out of memory, before it met the others",
+            "rank 1 ended by signal 9 (SIGKILL), possibly out of memory, before it joined the others",
         ),
-        ("os.kill(os.getpid(), 11)", 139, "rank 1 ended by signal 11 (SIGSEGV), before it met the others"),
+        ("os.kill(os.getpid(), 11)", 139, "rank 1 ended by signal 11 (SIGSEGV), before it joined the others"),
     ],
 )
 def test_the_first_failing_rank_is_named_and_the_rest_is_ended(tmp_path, end, code, line):

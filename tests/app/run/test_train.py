@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 
 from penstock import Pipeline, schedule, simulate
-from penstock.app.config.file import understood
-from penstock.app.config.import_path import look_in
+from penstock.app.config.file import build_config
+from penstock.app.config.import_path import add_import_folders
 from penstock.app.config.task import Task
 from penstock.app.run import plain_runs
 from penstock.app.run.outcome import Outcome, PlainRun, table
-from penstock.app.run.plain import Plain, timed
+from penstock.app.run.plain import PlainTraining, timed
 from penstock.app.run.progress import progress
 from penstock.app.run.request import Request
 from penstock.app.run.train import require_writable, run, train
@@ -28,7 +28,7 @@ from penstock.errors import InputError
 
 pytestmark = pytest.mark.cpu_only
 HERE = Path(__file__).parent
-look_in(HERE)
+add_import_folders(HERE)
 
 GPT = {"kind": "gpt", "width": 16, "heads": 2, "layers": 4, "length": 12}
 OWN = {
@@ -50,12 +50,12 @@ def raw(**sections):
 
 
 def task(double=False, **sections):
-    return Task(understood(raw(**sections), "test"), double)
+    return Task(build_config(raw(**sections), "test"), double)
 
 
 def own(double=False, careless=False, **pipeline):
     asked = OWN | {"model": OWN["model"] | {"arguments": {"careless": careless}}}
-    return Task(understood(asked | {"pipeline": {"stages": 2, "microbatches": 4, **pipeline}}, "test"), double)
+    return Task(build_config(asked | {"pipeline": {"stages": 2, "microbatches": 4, **pipeline}}, "test"), double)
 
 
 def toml(tmp_path, **sections):
@@ -138,7 +138,7 @@ def test_traffic_is_what_crosses_the_cut():
 
 def test_the_plain_loop_is_plain_training():
     given = own(double=True)
-    plain, model = Plain(given), given.model()
+    plain, model = PlainTraining(given), given.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, target in given.batches(0, 3):
         loss = torch.nn.functional.mse_loss(model(inputs), target)
@@ -152,7 +152,7 @@ def test_the_plain_loop_is_plain_training():
 
 def test_the_plain_loop_divides_sums_by_their_weight():
     given = own(double=True)
-    plain, model = Plain(given), given.model()
+    plain, model = PlainTraining(given), given.model()
     plain.loss = lambda result, target: ((result - target).square().sum(), torch.tensor(target.numel()))
     (inputs, target), *_ = given.batches(0, 1)
     torch.nn.functional.mse_loss(model(inputs), target).backward()
@@ -330,7 +330,7 @@ def test_verify_finds_a_model_that_a_pipeline_breaks():
 
 def test_verify_finds_a_loss_that_is_another_though_gradients_and_weights_are_equal():
     asked = OWN | {"training": OWN["training"] | {"loss": "broken:drifting"}, "pipeline": {"stages": 2}}
-    verdict = compare(Task(understood(asked, "test"), double=True), 2)
+    verdict = compare(Task(build_config(asked, "test"), double=True), 2)
     assert verdict.loss.absolute >= 4  # micro-batches, and what looks at the loss alone
     assert all(part.relative < 1e-9 for stage in verdict.stages for part in (stage.gradient, stage.weight))
     assert not verdict.ok
@@ -382,7 +382,7 @@ def test_verify_says_what_it_found_and_leaves_with_its_code(tmp_path, capsys):
     ],
 )
 def test_what_a_config_names_must_be_there(sections, said):
-    given = Task(understood(OWN | {"pipeline": {"stages": 2}} | sections, "test"))
+    given = Task(build_config(OWN | {"pipeline": {"stages": 2}} | sections, "test"))
     with pytest.raises(InputError, match=said):
         given.pipeline()
 

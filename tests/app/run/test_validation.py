@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.app.config.file import understood
-from penstock.app.config.import_path import look_in
+from penstock.app.config.file import build_config
+from penstock.app.config.import_path import add_import_folders
 from penstock.app.config.task import Task
 from penstock.app.run.outcome import Outcome, Validation
 from penstock.app.run.train import run
@@ -18,7 +18,7 @@ from penstock.app.run.validation import TEMPERATURE, sample, validate
 from penstock.errors import InputError
 
 pytestmark = pytest.mark.cpu_only
-look_in(Path(__file__).parent)
+add_import_folders(Path(__file__).parent)
 GPT = {"kind": "gpt", "width": 16, "heads": 2, "layers": 2, "length": 12, "dropout": 0.1}
 OWN = {
     "model": {"factory": "broken:make_model", "arguments": {"careless": False}},
@@ -40,7 +40,7 @@ def task(tmp_path):
             "optimizer": {"lr": 1e-2},
             "training": {"steps": 6, "batch": 8, "plain_steps": 0, "sample": 40},
         }
-        return Task(understood(raw, "test"))
+        return Task(build_config(raw, "test"))
 
     return make
 
@@ -96,7 +96,7 @@ def test_a_run_says_validation_loss_and_sample(task):
 
 
 def test_held_out_batches_of_a_function():
-    given = Task(understood(OWN | {"pipeline": {"stages": 2}, "optimizer": {"name": "SGD", "lr": 0.1}}, "test"))
+    given = Task(build_config(OWN | {"pipeline": {"stages": 2}, "optimizer": {"name": "SGD", "lr": 0.1}}, "test"))
     outcome = run(given)
     model, total, count = given.model(), 0.0, 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,7 +114,7 @@ def test_held_out_data_that_is_empty_is_refused_before_training():
     raw = OWN | {"data": OWN["data"] | {"validation": "broken:no_batches"}, "pipeline": {"stages": 2}}
     out = io.StringIO()
     with pytest.raises(InputError, match=r"data.validation: expected at least one held-out batch, but got none"):
-        run(Task(understood(raw | {"optimizer": {"name": "SGD", "lr": 0.1}}, "test")), out)
+        run(Task(build_config(raw | {"optimizer": {"name": "SGD", "lr": 0.1}}, "test")), out)
     assert out.getvalue() == ""
 
 

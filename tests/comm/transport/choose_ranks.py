@@ -11,7 +11,7 @@ import warnings
 
 import torch
 
-from penstock.comm.transport.interface import Key, LaneName, Message, lane_names
+from penstock.comm.transport.interface import LaneName, Message, MessageKey, lane_names
 from penstock.comm.transport.open import OpenLanes, open_lanes
 from penstock.comm.world.world import World, join
 from penstock.errors import InputError
@@ -37,14 +37,14 @@ def talk(lanes: OpenLanes, run: int, size: int = 100, count: int = 5, device: st
     for microbatch in range(count):
         for name, sender in lanes.senders.items():
             values = {name.source: torch.full((size + microbatch,), 10.0 * name.target + microbatch, device=device)}
-            sender.send(Key(run, microbatch), Message(values, b"told", run))
+            sender.send(MessageKey(run, microbatch), Message(values, b"told", run))
     for microbatch in reversed(range(count)):
         for name, receiver in lanes.receivers.items():
-            got = receiver.receive(Key(run, microbatch))
+            got = receiver.receive(MessageKey(run, microbatch))
             value = got.values[name.source]
             assert value.shape == (size + microbatch,)
             assert bool((value == 10 * name.target + microbatch).all())
-            assert (got.told, got.stamp) == (b"told", run)
+            assert (got.metadata, got.stamp) == (b"told", run)
 
 
 def kinds(lanes: OpenLanes) -> str:
@@ -132,12 +132,12 @@ def leaves_early(world: World) -> None:
     for microbatch in range(16):
         for name, sender in lanes.senders.items():
             if name.source < name.target:
-                sender.send(Key(0, microbatch), Message({0: torch.full((MIB,), 1.0 * microbatch)}))
+                sender.send(MessageKey(0, microbatch), Message({0: torch.full((MIB,), 1.0 * microbatch)}))
     time.sleep(0.4 * world.rank)
     for microbatch in range(16):
         for name, receiver in lanes.receivers.items():
             if name.source < name.target:
-                assert bool((receiver.receive(Key(0, microbatch)).values[0] == microbatch).all())
+                assert bool((receiver.receive(MessageKey(0, microbatch)).values[0] == microbatch).all())
 
 
 def deserter(world: World) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.transport.gloo.mesh import GlooMesh, GlooSender
-from penstock.comm.transport.interface import Key, LaneName, Message
+from penstock.comm.transport.interface import LaneName, Message, MessageKey
 from penstock.errors import PenstockError
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -110,7 +110,7 @@ def same(message: Message, seed: int) -> None:
         assert not tensor.numel() or tensor.data_ptr() % 64 == 0
         if tensor.dtype.is_floating_point:
             tensor.add_(1)  # is the receiver's own
-    assert message.told == b"word" * (seed % 4) * 700
+    assert message.metadata == b"word" * (seed % 4) * 700
     assert message.stamp == seed
 
 
@@ -125,11 +125,11 @@ def round_trips() -> None:
         seeds = range(12)
         for seed in seeds:
             for (peer, n), sender in ends.to.items():
-                sender.send(Key(run, seed), message(100 * run + 20 * n + seed + peer))
+                sender.send(MessageKey(run, seed), message(100 * run + 20 * n + seed + peer))
         kept = []
         for (peer, n), receiver in sorted(ends.of.items(), reverse=run % 2 == 1):
             for seed in random.Random(peer).sample(seeds, len(seeds)):
-                kept.append((receiver.receive(Key(run, seed)), 100 * run + 20 * n + seed + RANK))
+                kept.append((receiver.receive(MessageKey(run, seed)), 100 * run + 20 * n + seed + RANK))
         for got, seed in kept:
             same(got, seed)
     ends.close()
@@ -144,16 +144,16 @@ def stress() -> None:
     for at in range(count):
         for peer in OTHERS:
             content = Message({at: torch.full((sizes[(at + peer) % 5],), float(at))}, bytes([at % 251]), at)
-            ends.to[peer, 0].send(Key(1, at), content)
+            ends.to[peer, 0].send(MessageKey(1, at), content)
             waiting[peer].append(at)
         while any(waiting.values()) and (at == count - 1 or dice.random() < 0.7):
             peer = dice.choice([peer for peer in OTHERS if waiting[peer]])
             asked = waiting[peer].pop(dice.randrange(len(waiting[peer])))
-            got = ends.of[peer, 0].receive(Key(1, asked))
+            got = ends.of[peer, 0].receive(MessageKey(1, asked))
             value = got.values[asked]
             assert value.numel() == sizes[(asked + RANK) % 5]
             assert bool((value == asked).all())
-            assert (got.told, got.stamp) == (bytes([asked % 251]), asked)
+            assert (got.metadata, got.stamp) == (bytes([asked % 251]), asked)
     ends.close()
 
 
@@ -165,13 +165,13 @@ def large_in_both_directions() -> None:
     took = 0.0
     for microbatch in range(24):
         began = time.perf_counter()
-        ends.to[peer, 0].send(Key(0, microbatch), Message({0: big + microbatch}))
+        ends.to[peer, 0].send(MessageKey(0, microbatch), Message({0: big + microbatch}))
         took = max(took, time.perf_counter() - began)
     time.sleep(0.5)
     ahead = ends.mesh.peers[peer].incoming._ahead
     assert ahead <= 2**25 + 2**22, ahead
     for microbatch in reversed(range(24)):  # the last first: what was held back has to come
-        assert torch.equal(ends.of[peer, 0].receive(Key(0, microbatch)).values[0], big + microbatch)
+        assert torch.equal(ends.of[peer, 0].receive(MessageKey(0, microbatch)).values[0], big + microbatch)
     print(f"longest send {took:.4f}")
     ends.close()
 
@@ -181,10 +181,10 @@ def memory_is_let_go() -> None:
     ends = Ends()
     (peer,) = OTHERS
     sender, receiver = ends.to[peer, 0], ends.of[peer, 0]
-    sender.send(Key(0, 0), Message({0: torch.zeros(2**26)}))  # 256 MiB: given back to the system when freed
-    got = receiver.receive(Key(0, 0))
-    sender.send(Key(0, 1), Message())
-    receiver.receive(Key(0, 1))  # so the peer has taken the first
+    sender.send(MessageKey(0, 0), Message({0: torch.zeros(2**26)}))  # 256 MiB: given back to the system when freed
+    got = receiver.receive(MessageKey(0, 0))
+    sender.send(MessageKey(0, 1), Message())
+    receiver.receive(MessageKey(0, 1))  # so the peer has taken the first
     time.sleep(0.3)
     held = resident()
     del got
@@ -206,14 +206,14 @@ def killed() -> None:
     """Rank 1 dies while all wait for it, and for others: each learns of it, and exits by itself."""
     ends = Ends()
     for peer in OTHERS:
-        ends.to[peer, 0].send(Key(0, 0), Message({0: torch.zeros(10)}))
-        ends.of[peer, 0].receive(Key(0, 0))
+        ends.to[peer, 0].send(MessageKey(0, 0), Message({0: torch.zeros(10)}))
+        ends.of[peer, 0].receive(MessageKey(0, 0))
     dist.barrier()
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     with refused("rank 1 is lost"):
-        ends.of[1, 0].receive(Key(0, 1))
+        ends.of[1, 0].receive(MessageKey(0, 1))
     print(f"noticed after {time.monotonic() - began:.3f}")
     with refused("rank 1 is lost"):
         send_often(ends.to[1, 0])
@@ -223,7 +223,7 @@ def killed() -> None:
 def send_often(sender: GlooSender) -> None:
     """A first send to the dead may still be taken for one that arrives."""
     for microbatch in range(3):
-        sender.send(Key(9, microbatch), Message({0: torch.zeros(2**20)}))
+        sender.send(MessageKey(9, microbatch), Message({0: torch.zeros(2**20)}))
         time.sleep(0.1)
 
 
@@ -234,14 +234,14 @@ def silent() -> None:
         PATIENCE.limit = 1.0
         began = time.monotonic()
         with refused("rank 1 is silent"):
-            ends.of[1, 0].receive(Key(0, 0))
+            ends.of[1, 0].receive(MessageKey(0, 0))
         assert 0.9 < time.monotonic() - began < 1.6
         assert PATIENCE.asked >= 5
         PATIENCE.limit = 30
-        ends.of[1, 0].receive(Key(0, 1))  # nothing is broken by it
+        ends.of[1, 0].receive(MessageKey(0, 1))  # nothing is broken by it
     else:
         time.sleep(2)
-        ends.to[0, 0].send(Key(0, 1), Message())
+        ends.to[0, 0].send(MessageKey(0, 1), Message())
     ends.close()
 
 
@@ -253,7 +253,7 @@ def ended() -> None:
         return
     began = time.monotonic()
     with refused("closed the lane"):
-        ends.of[1, 0].receive(Key(0, 0))
+        ends.of[1, 0].receive(MessageKey(0, 0))
     assert time.monotonic() - began < 5
     ends.close()
 
@@ -262,9 +262,9 @@ def leave() -> None:
     """A short run with a proper end: code 0, always."""
     ends = Ends()
     for peer in OTHERS:
-        ends.to[peer, 0].send(Key(0, 0), Message({0: torch.full((5000,), 1.0 * RANK)}))
+        ends.to[peer, 0].send(MessageKey(0, 0), Message({0: torch.full((5000,), 1.0 * RANK)}))
     for peer in OTHERS:
-        assert ends.of[peer, 0].receive(Key(0, 0)).values[0][7] == peer
+        assert ends.of[peer, 0].receive(MessageKey(0, 0)).values[0][7] == peer
     ends.close()
 
 
@@ -272,9 +272,9 @@ def leave_without_closing() -> None:
     """The script ends as if nothing were: no abort, whatever the order in which ranks go."""
     ends = Ends()
     for peer in OTHERS:
-        ends.to[peer, 0].send(Key(0, 0), Message({0: torch.full((5000,), 1.0 * RANK)}))
+        ends.to[peer, 0].send(MessageKey(0, 0), Message({0: torch.full((5000,), 1.0 * RANK)}))
     for peer in OTHERS:
-        assert ends.of[peer, 0].receive(Key(0, 0)).values[0][7] == peer
+        assert ends.of[peer, 0].receive(MessageKey(0, 0)).values[0][7] == peer
     dist.barrier()
     time.sleep(0.05 * RANK)
 
@@ -284,11 +284,11 @@ def leave_at_other_times() -> None:
     ends = Ends()
     for microbatch in range(4):
         for sender in ends.to.values():
-            sender.send(Key(0, microbatch), Message({0: torch.full((2**20,), 1.0 * microbatch)}))
+            sender.send(MessageKey(0, microbatch), Message({0: torch.full((2**20,), 1.0 * microbatch)}))
     time.sleep(0.3 * RANK)
     for microbatch in range(4):
         for receiver in ends.of.values():
-            assert bool((receiver.receive(Key(0, microbatch)).values[0] == microbatch).all())
+            assert bool((receiver.receive(MessageKey(0, microbatch)).values[0] == microbatch).all())
     ends.close()
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from penstock.comm.transport import nccl
 from penstock.comm.transport.gloo.mesh import GlooMesh
-from penstock.comm.transport.interface import Key, LaneName, Message
+from penstock.comm.transport.interface import LaneName, Message, MessageKey
 
 RANK, SIZE, OTHERS = gloo_ranks.RANK, gloo_ranks.SIZE, gloo_ranks.OTHERS
 COUNT = 12
@@ -19,12 +19,12 @@ COUNT = 12
 
 def on_device(message: Message) -> Message:
     values = {number: tensor.cuda() for number, tensor in message.values.items()}
-    return Message(values, message.told, message.stamp)
+    return Message(values, message.metadata, message.stamp)
 
 
 def on_host(message: Message) -> Message:
     assert all(tensor.is_cuda for tensor in message.values.values())
-    return Message({number: tensor.cpu() for number, tensor in message.values.items()}, message.told, message.stamp)
+    return Message({number: tensor.cpu() for number, tensor in message.values.items()}, message.metadata, message.stamp)
 
 
 def everything_in_any_order(
@@ -33,10 +33,10 @@ def everything_in_any_order(
     for run in range(3):
         for seed in range(COUNT):
             for (peer, n), sender in to.items():
-                sender.send(Key(run, seed), on_device(gloo_ranks.message(100 * run + 20 * n + seed + peer)))
+                sender.send(MessageKey(run, seed), on_device(gloo_ranks.message(100 * run + 20 * n + seed + peer)))
         for (_, n), receiver in sorted(of.items(), reverse=run == 1):
             for seed in reversed(range(COUNT)) if run == 2 else range(COUNT):
-                gloo_ranks.same(on_host(receiver.receive(Key(run, seed))), 100 * run + 20 * n + seed + RANK)
+                gloo_ranks.same(on_host(receiver.receive(MessageKey(run, seed))), 100 * run + 20 * n + seed + RANK)
 
 
 def behind_slow_work(to: dict[tuple[int, int], nccl.NcclSender], of: dict[tuple[int, int], nccl.NcclReceiver]) -> None:
@@ -49,11 +49,11 @@ def behind_slow_work(to: dict[tuple[int, int], nccl.NcclSender], of: dict[tuple[
                 big = big @ big
                 big = big / big.norm()
             value = torch.zeros(2**20, device="cuda") + big.isnan().sum() + (10 * n + peer + microbatch)
-            sender.send(Key(9, microbatch), Message({0: value}))
+            sender.send(MessageKey(9, microbatch), Message({0: value}))
             del value
             torch.full((2**20,), -1.0, device="cuda")  # takes memory that is free, and spoils it
         for (_, n), receiver in of.items():
-            got = receiver.receive(Key(9, microbatch)).values[0]
+            got = receiver.receive(MessageKey(9, microbatch)).values[0]
             doubled = got * 2
             del got
             torch.full((2**20,), -1.0, device="cuda")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.comm.transport.interface import Key, LaneName, Message
+from penstock.comm.transport.interface import LaneName, Message, MessageKey
 from penstock.comm.transport.shared.receiver import SharedReceiver
 from penstock.comm.transport.shared.sender import SharedSender
 
@@ -102,7 +102,7 @@ class There:
         """(run, micro-batch, seed, shape, type) each."""
         for run, microbatch, seed, shape, name in messages:
             tensor = made(seed, shape, getattr(torch, name))
-            self.sender(lane).send(Key(run, microbatch), Message({seed: tensor}, str(seed).encode(), seed))
+            self.sender(lane).send(MessageKey(run, microbatch), Message({seed: tensor}, str(seed).encode(), seed))
         return self.sender(lane).bytes
 
     def write_to_slots(self, lane, number):
@@ -117,7 +117,7 @@ class There:
 
     def echo(self, lane, count):
         for at in range(count):
-            self.sender(lane).send(Key(1, at), self.receiver(lane).receive(Key(1, at)))
+            self.sender(lane).send(MessageKey(1, at), self.receiver(lane).receive(MessageKey(1, at)))
         return self.sender(lane).bytes
 
     def stream(self, lane, size):
@@ -125,13 +125,13 @@ class There:
         tensor = torch.ones(size)
         with contextlib.suppress(TimeoutError):
             for at in range(1 << 60):
-                self.sender(lane).send(Key(0, at), Message({0: tensor}))
+                self.sender(lane).send(MessageKey(0, at), Message({0: tensor}))
 
     def close(self, lane):
         self.sender(lane).close()
 
     def keep(self, lane, count):
-        self.kept += [self.receiver(lane).receive(Key(0, at)) for at in range(count)]
+        self.kept += [self.receiver(lane).receive(MessageKey(0, at)) for at in range(count)]
 
     def fork_and_drop(self, lane):
         """A child that frees all it has copied from us, and tries to take part; then what we hold, and its answer."""
@@ -141,7 +141,7 @@ class There:
             try:
                 self.kept.clear()
                 gc.collect()
-                self.receiver(lane).receive(Key(9, 9))
+                self.receiver(lane).receive(MessageKey(9, 9))
             except Exception as error:
                 code = 0 if "fork" in str(error) else 2
             finally:
@@ -156,14 +156,14 @@ class There:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, hard))
         try:
-            sender.send(Key(0, 0), Message({0: torch.ones(4 << 20)}))
+            sender.send(MessageKey(0, 0), Message({0: torch.ones(4 << 20)}))
             found = None
         except OSError as error:
             found = error.errno
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        sender.elsewhere(Key(0, 0))
-        sender.send(Key(0, 1), Message({0: made(1)}))
+        sender.send_elsewhere(MessageKey(0, 0))
+        sender.send(MessageKey(0, 1), Message({0: made(1)}))
         return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed.hosts import HERE, Rank, Ranks, run
-from penstock.comm.transport.interface import Key, LaneName, Message
+from penstock.comm.transport.interface import LaneName, Message, MessageKey
 from penstock.comm.transport.open import Facts, kind, open_lanes, wish_of
 from penstock.errors import InputError
 
@@ -75,7 +75,7 @@ def test_ranks_that_disagree_are_told_so():
     for rank in play("different_wishes", 2):
         assert "the same transport on every rank, but got None on rank 0 and gloo on rank 1" in rank.out
     for rank in play("different_lanes", 2):
-        assert "the same lanes between stages, but got others on rank 1" in rank.out
+        assert "the same lanes between stages, but got different ones on rank 1 and rank 0" in rank.out
 
 
 def test_everything_arrives_from_a_rank_that_leaves_early():
@@ -103,8 +103,8 @@ def test_a_rank_that_ends_in_the_middle_ends_all(way):
 
 
 def test_kinds_by_where_the_ranks_are():
-    def fact(host: str, gpu: str | None = None, nccl: bool = False, wish: str | None = None) -> Facts:
-        return Facts(host, gpu, nccl, wish, "")
+    def fact(host: str, gpu: str | None = None, nccl: bool = False, requested: str | None = None) -> Facts:
+        return Facts(host, gpu, nccl, requested, "")
 
     assert kind(fact("a"), fact("a")) == "shared"
     assert kind(fact("a"), fact("b")) == "gloo"
@@ -115,7 +115,7 @@ def test_kinds_by_where_the_ranks_are():
     assert kind(fact("a", "gpu 0", False), fact("b", "gpu 1", False)) == "gloo"
     assert kind(fact("a", "gpu 0", True, "gloo"), fact("a", "gpu 1", True, "gloo")) == "gloo"
     with pytest.raises(InputError, match="ranks on different hosts"):
-        kind(fact("a", wish="shared"), fact("b", wish="shared"))
+        kind(fact("a", requested="shared"), fact("b", requested="shared"))
 
 
 def test_a_transport_that_is_not_there(monkeypatch):
@@ -135,7 +135,7 @@ def test_stages_of_one_rank_need_no_ranks():
             return [data]
 
     lanes = open_lanes(Single(), [LaneName(0, 1)], (0, 0), torch.device("cpu"))
-    lanes.senders[LaneName(0, 1)].send(Key(0, 0), Message({0: torch.ones(1)}))
-    assert lanes.receivers[LaneName(0, 1)].receive(Key(0, 0)).values[0] == 1
+    lanes.senders[LaneName(0, 1)].send(MessageKey(0, 0), Message({0: torch.ones(1)}))
+    assert lanes.receivers[LaneName(0, 1)].receive(MessageKey(0, 0)).values[0] == 1
     assert lanes.kinds == {LaneName(0, 1): "local"}
     lanes.close()

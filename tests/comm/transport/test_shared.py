@@ -16,9 +16,9 @@ import torch.distributed as dist
 from other_process import Other, Patience, made
 
 from penstock import PenstockError
-from penstock.comm.transport.interface import ClosedLane, Key, LaneName, Message
+from penstock.comm.transport.interface import ClosedLane, LaneName, Message, MessageKey
 from penstock.comm.transport.shared import mapping
-from penstock.comm.transport.shared.end import Elsewhere
+from penstock.comm.transport.shared.end import SentElsewhere
 from penstock.comm.transport.shared.receiver import SharedReceiver
 from penstock.comm.transport.shared.ring import ENTRIES
 from penstock.comm.transport.shared.sender import LAYOUTS, SharedSender
@@ -61,9 +61,9 @@ def test_values_words_stamps_of_many_shapes(other, lane):
     other.tell("send", lane, asked)
     receiver = other.receiver(lane)
     for run, microbatch, seed, shape, name in asked:
-        message = receiver.receive(Key(run, microbatch))
+        message = receiver.receive(MessageKey(run, microbatch))
         (number,), (tensor,) = message.values, message.values.values()
-        assert (number, message.told, message.stamp) == (seed, str(seed).encode(), seed)
+        assert (number, message.metadata, message.stamp) == (seed, str(seed).encode(), seed)
         assert tensor.dtype == getattr(torch, name)
         assert tensor.shape == shape
         assert torch.equal(tensor, made(seed, shape, tensor.dtype))
@@ -79,7 +79,7 @@ def test_asked_for_in_another_order(other, lane):
     random.Random(0).shuffle(order)
     receiver = other.receiver(lane)
     for run, at in order:
-        found = receiver.receive(Key(run, at)).values[100 * run + at]
+        found = receiver.receive(MessageKey(run, at)).values[100 * run + at]
         assert torch.equal(found, made(100 * run + at, (5,)))
     receiver.close()
 
@@ -89,8 +89,8 @@ def test_a_thousand_messages_of_changing_shapes_reuse_few_slots(other, lane):
     other.tell("echo", lane, 1000)
     for at in range(1000):
         tensor = made(at, (random.Random(at).randint(1, 40), 32))
-        sender.send(Key(1, at), Message({3: tensor}))
-        assert torch.equal(receiver.receive(Key(1, at)).values[3], tensor)
+        sender.send(MessageKey(1, at), Message({3: tensor}))
+        assert torch.equal(receiver.receive(MessageKey(1, at)).values[3], tensor)
     assert other.answer() <= 10 * 40 * 32 * 4  # bytes
     assert sender.bytes <= 10 * 40 * 32 * 4
     assert receiver.most_bytes_held <= 40 * 32 * 4
@@ -103,8 +103,8 @@ def test_tensors_kept_for_ever_keep_their_values(other, lane):
     other.tell("echo", lane, 200)
     kept = {}
     for at in range(200):
-        sender.send(Key(1, at), Message({0: made(at, (1000,))}))
-        tensor = receiver.receive(Key(1, at)).values[0]
+        sender.send(MessageKey(1, at), Message({0: made(at, (1000,))}))
+        tensor = receiver.receive(MessageKey(1, at)).values[0]
         if at % 20 == 0:
             kept[at] = tensor[1:].view(27, 37)  # some view of it is enough
     del tensor
@@ -123,11 +123,11 @@ def test_tensors_kept_for_ever_keep_their_values(other, lane):
 def test_bytes_held_are_those_in_use_and_the_most_there_ever_were(other, lane):
     other.ask("send", lane, [(0, at, at, (256,), "float32") for at in range(6)])
     receiver = other.receiver(lane)
-    held = [receiver.receive(Key(0, at)) for at in range(3)]
+    held = [receiver.receive(MessageKey(0, at)) for at in range(3)]
     assert receiver.bytes_held == 3 * 1024
     del held[0]
     assert receiver.bytes_held == 2 * 1024
-    held.append(receiver.receive(Key(0, 5)))  # the two before it have been taken, too
+    held.append(receiver.receive(MessageKey(0, 5)))  # the two before it have been taken, too
     assert receiver.bytes_held == receiver.most_bytes_held == 5 * 1024
     held.clear()
     assert receiver.bytes_held == 2 * 1024
@@ -140,7 +140,7 @@ def test_the_one_copy_is_the_senders(other, lane):
     """A received tensor lies in the sender's slot: what the sender's mapping shows later, it shows, and back."""
     other.ask("send", lane, [(0, at, at, (300, 300), "float32") for at in range(2)])
     receiver = other.receiver(lane)
-    first, second = (receiver.receive(Key(0, at)).values[at] for at in range(2))
+    first, second = (receiver.receive(MessageKey(0, at)).values[at] for at in range(2))
     assert torch.equal(second, made(1, (300, 300)))
     other.ask("write_to_slots", lane, 7.0)
     assert first.eq(7).all()
@@ -153,7 +153,7 @@ def test_the_one_copy_is_the_senders(other, lane):
 def test_the_receiver_may_write_to_what_it_got(other, lane):
     other.ask("send", lane, [(0, at, at, (64,), "float32") for at in range(2)])
     receiver = other.receiver(lane)
-    first, second = (receiver.receive(Key(0, at)).values[at] for at in range(2))
+    first, second = (receiver.receive(MessageKey(0, at)).values[at] for at in range(2))
     first.mul_(0)
     leaf = second.requires_grad_()
     (leaf * 2).sum().backward()
@@ -172,12 +172,12 @@ def test_a_killed_sender_is_asked_about_and_leaves_nothing(tmp_path):
         receiver = doomed.receiver(0)
         doomed.tell("stream", 0, 1000 * (turn + 1))
         for at in range(50 * turn + 1):
-            last = receiver.receive(Key(0, at)).values[0]
+            last = receiver.receive(MessageKey(0, at)).values[0]
         doomed.kill()
         receiver._waiting.limit = 0.5
         begin = time.monotonic()
         with pytest.raises(TimeoutError, match="rank 1"):
-            receiver.receive(Key(0, -1))  # never sent: all that had been are taken first
+            receiver.receive(MessageKey(0, -1))  # never sent: all that had been are taken first
         assert time.monotonic() - begin < 5
         asked = [waited for _, waited in receiver._waiting.asked]
         assert max(b - a for a, b in itertools.pairwise([0.0, *asked[-3:]])) < 0.45
@@ -193,7 +193,7 @@ def test_a_killed_sender_is_asked_about_and_leaves_nothing(tmp_path):
 def test_a_sender_that_never_comes_is_asked_about(tmp_path):
     receiver = SharedReceiver(LaneName(0, 1), dist.FileStore(str(tmp_path / "store"), 1), Patience(0.3), 4)
     with pytest.raises(TimeoutError, match="rank 4"):
-        receiver.receive(Key(0, 0))
+        receiver.receive(MessageKey(0, 0))
     receiver.close()
 
 
@@ -219,19 +219,19 @@ def test_a_closed_lane_gives_what_was_sent_and_then_says_so(other, lane):
     receiver.connect()
     other.ask("close", lane)
     for at in (2, 0, 1):
-        assert torch.equal(receiver.receive(Key(0, at)).values[at], made(at, (5,)))
+        assert torch.equal(receiver.receive(MessageKey(0, at)).values[at], made(at, (5,)))
     for _ in range(2):
         with pytest.raises(ClosedLane, match="closed"):
-            receiver.receive(Key(0, 3))
+            receiver.receive(MessageKey(0, 3))
     receiver.close()
 
 
 def test_without_memory_send_fails_and_the_message_goes_elsewhere(other, lane):
     receiver = other.receiver(lane)
     assert other.ask("send_without_memory", lane) == errno.EFBIG
-    with pytest.raises(Elsewhere):
-        receiver.receive(Key(0, 0))
-    assert torch.equal(receiver.receive(Key(0, 1)).values[0], made(1))
+    with pytest.raises(SentElsewhere):
+        receiver.receive(MessageKey(0, 0))
+    assert torch.equal(receiver.receive(MessageKey(0, 1)).values[0], made(1))
     receiver.close()
 
 
@@ -246,12 +246,12 @@ def test_more_memory_than_there_is_is_an_error():
 def test_a_forked_child_frees_nothing_and_may_not_take_part(other, lane):
     sender = other.sender(lane)
     for at in range(3):
-        sender.send(Key(0, at), Message({0: made(at)}))
+        sender.send(MessageKey(0, at), Message({0: made(at)}))
     other.ask("keep", lane, 3)
     status, held, same = other.ask("fork_and_drop", lane)
     assert (status, held, same) == (0, 3 * 128, True)
     size = sender.bytes
-    sender.send(Key(0, 3), Message({0: made(3)}))
+    sender.send(MessageKey(0, 3), Message({0: made(3)}))
     assert sender.bytes > size  # the three are taken still
     sender.close()
 
@@ -260,8 +260,8 @@ def test_tensors_that_die_in_many_threads_give_every_slot_back(ends):
     sender, receiver = ends
     for run in range(5):
         for at in range(200):
-            sender.send(Key(run, at), Message({0: made(at)}))
-        heaps = [[receiver.receive(Key(run, at)) for at in range(i, 200, 4)] for i in range(4)]
+            sender.send(MessageKey(run, at), Message({0: made(at)}))
+        heaps = [[receiver.receive(MessageKey(run, at)) for at in range(i, 200, 4)] for i in range(4)]
         threads = [threading.Thread(target=heap.clear) for heap in heaps]
         for thread in threads:
             thread.start()
@@ -273,33 +273,33 @@ def test_tensors_that_die_in_many_threads_give_every_slot_back(ends):
 
 def test_slots_that_no_message_wants_any_more_are_given_up(ends):
     sender, receiver = ends
-    sender.send(Key(0, 0), Message({0: torch.ones(1 << 20)}))
-    receiver.receive(Key(0, 0))
+    sender.send(MessageKey(0, 0), Message({0: torch.ones(1 << 20)}))
+    receiver.receive(MessageKey(0, 0))
     for at in range(1, 400):
-        sender.send(Key(0, at), Message({0: torch.ones(5)}))
-        receiver.receive(Key(0, at))
-    sender.send(Key(0, 400), Message({0: torch.ones(3000)}))
+        sender.send(MessageKey(0, at), Message({0: torch.ones(5)}))
+        receiver.receive(MessageKey(0, at))
+    sender.send(MessageKey(0, 400), Message({0: torch.ones(3000)}))
     assert sender.bytes == 4096 + 12288
-    assert torch.equal(receiver.receive(Key(0, 400)).values[0], torch.ones(3000))
+    assert torch.equal(receiver.receive(MessageKey(0, 400)).values[0], torch.ones(3000))
 
 
 def test_more_layouts_than_are_remembered(ends):
     sender, receiver = ends
     for at in [*range(LAYOUTS + 50), 0, 3, LAYOUTS + 20]:
-        sender.send(Key(0, at), Message({at: torch.full((at % 50 + 1,), float(at))}))
-        assert torch.equal(receiver.receive(Key(0, at)).values[at], torch.full((at % 50 + 1,), float(at)))
+        sender.send(MessageKey(0, at), Message({at: torch.full((at % 50 + 1,), float(at))}))
+        assert torch.equal(receiver.receive(MessageKey(0, at)).values[at], torch.full((at % 50 + 1,), float(at)))
 
 
 def test_a_receiver_far_behind_makes_the_sender_ask(ends):
     sender, receiver = ends
     for at in range(ENTRIES):
-        sender.send(Key(0, at), Message())
+        sender.send(MessageKey(0, at), Message())
     with pytest.raises(TimeoutError):
-        sender.send(Key(0, ENTRIES), Message())
+        sender.send(MessageKey(0, ENTRIES), Message())
     for at in range(ENTRIES):
-        assert receiver.receive(Key(0, at)) == Message()
-    sender.send(Key(0, ENTRIES), Message(told=b"on"))
-    assert receiver.receive(Key(0, ENTRIES)).told == b"on"
+        assert receiver.receive(MessageKey(0, at)) == Message()
+    sender.send(MessageKey(0, ENTRIES), Message(metadata=b"on"))
+    assert receiver.receive(MessageKey(0, ENTRIES)).metadata == b"on"
 
 
 def test_strides_stay_where_memory_is_dense(ends):
@@ -316,8 +316,8 @@ def test_strides_stay_where_memory_is_dense(ends):
         7: torch.randn(4, dtype=torch.complex64).conj().imag,
         8: torch.randn(4, 4, requires_grad=True) * 2,
     }
-    sender.send(Key(0, 0), Message(sent))
-    got = receiver.receive(Key(0, 0)).values
+    sender.send(MessageKey(0, 0), Message(sent))
+    got = receiver.receive(MessageKey(0, 0)).values
     for number, tensor in sent.items():
         kept = number in (0, 1, 2, 3, 8)
         assert got[number].stride() == (tensor.stride() if kept else tensor.contiguous().stride())
@@ -332,31 +332,31 @@ def test_large_tensors_sent_with_and_without_inference_mode(ends):
     tensor = torch.randn(1 << 16, requires_grad=True)
     for at in range(4):
         with torch.inference_mode(at % 2 == 0):
-            sender.send(Key(0, at), Message({0: tensor * 1}))
-        assert torch.equal(receiver.receive(Key(0, at)).values[0], tensor.detach())
+            sender.send(MessageKey(0, at), Message({0: tensor * 1}))
+        assert torch.equal(receiver.receive(MessageKey(0, at)).values[0], tensor.detach())
 
 
 def test_what_cannot_be_sent_is_refused_and_takes_no_slot(ends):
     sender, receiver = ends
     for tensor in (torch.ones(3, 3).to_sparse(), torch.ones(3, device="meta")):
         with pytest.raises(PenstockError, match="value 7"):
-            sender.send(Key(0, 0), Message({7: tensor}))
+            sender.send(MessageKey(0, 0), Message({7: tensor}))
     assert sender.bytes == 0
-    sender.send(Key(0, 0), Message({7: torch.ones(3)}))
-    assert torch.equal(receiver.receive(Key(0, 0)).values[7], torch.ones(3))
+    sender.send(MessageKey(0, 0), Message({7: torch.ones(3)}))
+    assert torch.equal(receiver.receive(MessageKey(0, 0)).values[7], torch.ones(3))
 
 
 def test_closed_ends_say_so_and_let_go(ends):
     sender, receiver = ends
-    sender.send(Key(0, 0), Message({7: torch.ones(3)}))
-    receiver.receive(Key(0, 0))
+    sender.send(MessageKey(0, 0), Message({7: torch.ones(3)}))
+    receiver.receive(MessageKey(0, 0))
     for end in ends:
         end.close()
         end.close()
     with pytest.raises(PenstockError, match="closed"):
-        sender.send(Key(0, 1), Message())
+        sender.send(MessageKey(0, 1), Message())
     with pytest.raises(PenstockError, match="closed"):
-        receiver.receive(Key(0, 1))
+        receiver.receive(MessageKey(0, 1))
     assert mappings() == 0
 
 
@@ -375,12 +375,12 @@ def test_a_wrong_descriptor_is_one_error(ends, entry):
     sender, receiver = ends
     sender._ring.write(*entry)
     with pytest.raises(FormatError):
-        receiver.receive(Key(0, 0))
+        receiver.receive(MessageKey(0, 0))
 
 
 def test_one_message_twice_is_an_error(ends):
     sender, receiver = ends
     for _ in range(2):
-        sender.send(Key(0, 0), Message())
+        sender.send(MessageKey(0, 0), Message())
     with pytest.raises(FormatError, match="twice"):
-        receiver.receive(Key(0, 1))
+        receiver.receive(MessageKey(0, 1))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.comm.transport.interface import Key
+from penstock.comm.transport.interface import MessageKey
 from penstock.comm.transport.wire import (
     CODES,
     HEAD_BYTES,
@@ -185,12 +185,12 @@ def test_shapes_that_cannot_be(shape, stride):
 
 @given(st.integers(0, (1 << 63) - 1), st.integers(-5, 1 << 40), st.integers(-5, 1 << 40))
 def test_heads(stamp, run, microbatch):
-    packed = pack_head(Key(run, microbatch), stamp, 77, 5)
+    packed = pack_head(MessageKey(run, microbatch), stamp, 77, 5)
     assert len(packed) == HEAD_BYTES
-    assert read_head(packed) == (Key(run, microbatch), stamp, 77, 5)
+    assert read_head(packed) == (MessageKey(run, microbatch), stamp, 77, 5)
 
 
-@pytest.mark.parametrize("data", [b"", bytes(HEAD_BYTES), b"x" * 200, pack_head(Key(0, 0), 0, 0, 0)[:-1]])
+@pytest.mark.parametrize("data", [b"", bytes(HEAD_BYTES), b"x" * 200, pack_head(MessageKey(0, 0), 0, 0, 0)[:-1]])
 def test_wrong_heads(data):
     with pytest.raises(FormatError, match="head"):
         read_head(data)

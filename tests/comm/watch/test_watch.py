@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.comm.watch.monitor import Patience
-from penstock.comm.watch.report import Failure, Sight, blame, look
-from penstock.comm.watch.status import EVERYBODY, Board, Page, Slot, State
+from penstock.comm.watch.monitor import WaitClock
+from penstock.comm.watch.report import Failure, RankStatus, rank_status, timeout_failure
+from penstock.comm.watch.status import EVERYBODY, PageField, RankState, StatusPage, StatusPageReader
 from penstock.comm.watch.watch import Watch
 from penstock.core.action import Op
 from penstock.core.lowered_loop import ActionRow
@@ -41,9 +41,9 @@ def test_a_rank_killed_at_a_random_moment_ends_all_and_is_named(tmp_path):
             assert run.wait() == 128 + signal.SIGKILL
             place = rf"{victim}F\d+ \(stage {victim}, micro-batch \d+\)"
             for other in {0, 1, 2} - {victim}:
-                assert re.search(f"rank {other} stops: rank {victim} died in {place} without a word", run.said), (
-                    run.said
-                )
+                assert re.search(
+                    f"rank {other} stops: rank {victim} died in {place} without reporting an error", run.said
+                ), run.said
             ended = rf"penstock: rank {victim} ended by signal 9 \(SIGKILL\), possibly out of memory, in {place}\n"
             assert re.search(ended, run.said), run.said
             assert "Traceback" not in run.said
@@ -99,10 +99,11 @@ def test_a_rank_that_leaves_by_os_exit_is_named_and_not_the_one_that_waits_for_i
     with launched(tmp_path, 2, "leave", "1") as run:
         assert run.wait() == 1
         place = r"in 1F5 \(stage 1, micro-batch 5\)"
-        assert re.search(rf"rank 0 stops: rank 1 died {place} without a word: .*, or left by os._exit\n", run.said), (
-            run.said
-        )
-        left = rf"penstock: rank 1 left with code 0 {place}, where others needed it: does its code call os._exit\?\n"
+        assert re.search(
+            rf"rank 0 stops: rank 1 died {place} without reporting an error: .*, or left by os._exit\n", run.said
+        ), run.said
+        waited = "while other ranks still waited for it"
+        left = rf"penstock: rank 1 left with code 0 {place}, {waited}: does its code call os._exit\?\n"
         assert re.search(left, run.said), run.said
 
 
@@ -112,23 +113,23 @@ def test_under_torchrun_too(tmp_path):
     try:
         assert run.wait() != 0
         cause = run.said.split("Root Cause")[1]
-        assert "rank 1 died in 1F5 (stage 1, micro-batch 5) without a word" in cause, run.said
+        assert "rank 1 died in 1F5 (stage 1, micro-batch 5) without reporting an error" in cause, run.said
     finally:
         run.end()
 
 
 def test_where_a_rank_is_in_words():
-    board = Board()
-    page = Page(board.file.path)
+    status_page = StatusPage()
+    page = StatusPageReader(status_page.file.path)
     assert page.place == "while it was starting"
-    board.page[Slot.STATE] = State.RUNNING
+    status_page.fields[PageField.STATE] = RankState.RUNNING
     assert page.place == "before its first step"
-    board.name_stages([5, 2])
+    status_page.name_stages([5, 2])
     assert page.place == "before its first step (stages 2, 5)"
-    board.doing(ActionRow(Op.B, 5, 3, 0, -1))
+    status_page.doing(ActionRow(Op.B, 5, 3, 0, -1))
     assert page.place == "in 5B3 (stage 5, micro-batch 3)"
-    board.outside()
-    board.outside()
+    status_page.outside()
+    status_page.outside()
     assert page.place == "between two steps, after 5B3 (stage 5, micro-batch 3)"
 
 
@@ -160,9 +161,9 @@ def test_collectives_of_two_kinds_that_wait_for_each_other_are_found_at_once(tmp
 @pytest.mark.parametrize(
     ("what", "sign"),
     [
-        ("stop", r"gives no sign of life for \d\.\d s: is stopped \(SIGSTOP\)"),
-        ("hold", r"gives no sign of life for \d\.\d s: is stopped, or stuck in native code"),
-        ("compute", "at work, waits for nobody"),
+        ("stop", r"has sent no heartbeat for \d\.\d s: is stopped \(SIGSTOP\)"),
+        ("hold", r"has sent no heartbeat for \d\.\d s: is stopped, or stuck in native code"),
+        ("compute", "computes, waits for no rank"),
     ],
 )
 def test_a_rank_that_does_not_come_is_found_by_the_time_out(tmp_path, what, sign):
@@ -184,7 +185,7 @@ def test_a_rank_that_does_not_come_is_found_by_the_time_out(tmp_path, what, sign
             shown = said.split("the main thread of rank 1 (innermost call last):\n")[1]
             assert "time.sleep(100)" in shown
         else:
-            assert "penstock: rank 1 gave no sign of life and was ended\n" in said
+            assert "penstock: rank 1 sent no heartbeat and was killed\n" in said
 
 
 @pytest.mark.parametrize("what", ["none", "native"])
@@ -304,7 +305,7 @@ def test_a_clean_run_exits_0_and_leaves_nothing(tmp_path):
 
 
 def test_saying_what_comes_next_costs_less_than_a_microsecond():
-    doing, best = Board().doing, 1e9
+    doing, best = StatusPage().doing, 1e9
     rows = [ActionRow(Op.F, 1, part, 0, -1) for part in range(10_000)]
     for _ in range(20):
         began = time.thread_time_ns()
@@ -315,72 +316,76 @@ def test_saying_what_comes_next_costs_less_than_a_microsecond():
 
 
 def test_a_board_is_read_by_others_while_it_changes():
-    board = Board()
-    page = Page(board.file.path)
-    board.doing(ActionRow(Op.B, 0, 0, 0, -1))
-    board.wait(3, time.monotonic_ns() - 2_000_000_000)
-    board.beat()
-    sight = look(page, os.getpid())
-    assert (sight.state, sight.row, sight.peer, sight.silent) == (
-        State.STARTING,
+    status_page = StatusPage()
+    page = StatusPageReader(status_page.file.path)
+    status_page.doing(ActionRow(Op.B, 0, 0, 0, -1))
+    status_page.wait(3, time.monotonic_ns() - 2_000_000_000)
+    status_page.beat()
+    status = rank_status(page, os.getpid())
+    assert (status.state, status.row, status.peer, status.silent) == (
+        RankState.STARTING,
         "0B0 (stage 0, micro-batch 0)",
         3,
         False,
     )
-    assert 2.0 <= sight.waited < 3.0
-    board.doing(ActionRow(Op.RECV_F, 1, 6, 2, 0))
-    assert look(page, os.getpid()).row == "1F6<0@2 (stage 1, micro-batch 6)"
-    board.doing(ActionRow(Op.UPDATE, 1, -1, 3, -1))
-    assert look(page, os.getpid()).row == "1U@3 (stage 1)"
-    board.outside()
-    assert look(page, os.getpid()).row == ""
-    assert look(page, os.getpid()).peer is None
-    board.tell(Failure(1, "rank 1 failed").encode())
-    assert page.state == State.FAILED
+    assert 2.0 <= status.waited < 3.0
+    status_page.doing(ActionRow(Op.RECV_F, 1, 6, 2, 0))
+    assert rank_status(page, os.getpid()).row == "1F6<0@2 (stage 1, micro-batch 6)"
+    status_page.doing(ActionRow(Op.UPDATE, 1, -1, 3, -1))
+    assert rank_status(page, os.getpid()).row == "1U@3 (stage 1)"
+    status_page.outside()
+    assert rank_status(page, os.getpid()).row == ""
+    assert rank_status(page, os.getpid()).peer is None
+    status_page.publish_failure(Failure(1, "rank 1 failed").encode())
+    assert page.state == RankState.FAILED
     assert Failure.decode(page.report()) == Failure(1, "rank 1 failed")
 
 
-def sight(peer: int | None = None, beat: float = 0.1, collectives: int = 0) -> Sight:
-    return Sight(State.RUNNING, "F", 1.0, peer, 1.0, beat, collectives)
+def status(peer: int | None = None, beat: float = 0.1, collectives: int = 0) -> RankStatus:
+    return RankStatus(RankState.RUNNING, "F", 1.0, peer, 1.0, beat, collectives)
 
 
 @pytest.mark.parametrize(
     ("peers", "chain", "rank"),
     [
-        ({0: sight(1), 1: sight(2), 2: sight()}, "rank 0 waits for rank 1, rank 1 waits for rank 2; rank 2: in F", 2),
-        ({0: sight(1), 1: sight(0)}, "rank 0 waits for rank 1, rank 1 waits for rank 0; they wait for each other", 0),
         (
-            {0: sight(1), 1: sight(2, beat=9.0), 2: sight()},
-            "rank 0 waits for rank 1; rank 1: in F for 1.0 s; gives no",
+            {0: status(1), 1: status(2), 2: status()},
+            "rank 0 waits for rank 1, rank 1 waits for rank 2; rank 2: in F",
+            2,
+        ),
+        ({0: status(1), 1: status(0)}, "rank 0 waits for rank 1, rank 1 waits for rank 0; they wait for each other", 0),
+        (
+            {0: status(1), 1: status(2, beat=9.0), 2: status()},
+            "rank 0 waits for rank 1; rank 1: in F for 1.0 s; has sent no",
             1,
         ),
         (
-            {0: sight(EVERYBODY, 0.1, 3), 1: sight(EVERYBODY, 0.1, 3), 2: sight(None, 0.1, 2)},
+            {0: status(EVERYBODY, 0.1, 3), 1: status(EVERYBODY, 0.1, 3), 2: status(None, 0.1, 2)},
             "rank 0 waits for rank 2",
             2,
         ),
     ],
 )
 def test_the_waiting_leads_to_the_rank_at_fault(peers, chain, rank):
-    found = blame(0, peers[0].peer, 5.0, peers)
+    found = timeout_failure(0, peers[0].peer, 5.0, peers)
     assert chain in found.line
     assert found.rank == rank
 
 
 def test_a_sight_survives_the_way_through_the_store():
-    seen = sight(EVERYBODY, 0.5, 4)
-    later = Sight.decode(seen.encode(), 2.0)
-    assert (later.state, later.peer, later.collectives, later.beat_age) == (State.RUNNING, EVERYBODY, 4, 2.5)
+    seen = status(EVERYBODY, 0.5, 4)
+    later = RankStatus.decode(seen.encode(), 2.0)
+    assert (later.state, later.peer, later.collectives, later.beat_age) == (RankState.RUNNING, EVERYBODY, 4, 2.5)
     assert later.silent
 
 
 def test_the_time_in_which_a_process_was_itself_stopped_does_not_count():
-    patience = Patience()
+    wait_clock = WaitClock()
     for tick in range(10):
-        assert patience.counted(100 + tick * 0.2, tick * 0.2) == pytest.approx(tick * 0.2)
-    assert patience.counted(161.8, 61.8) == pytest.approx(1.8)  # away for a minute
-    assert patience.counted(162.0, 62.0) == pytest.approx(2.0)
-    assert patience.counted(162.0, 0.5) == pytest.approx(0.5)  # another wait
+        assert wait_clock.running_seconds(100 + tick * 0.2, tick * 0.2) == pytest.approx(tick * 0.2)
+    assert wait_clock.running_seconds(161.8, 61.8) == pytest.approx(1.8)  # away for a minute
+    assert wait_clock.running_seconds(162.0, 62.0) == pytest.approx(2.0)
+    assert wait_clock.running_seconds(162.0, 0.5) == pytest.approx(0.5)  # another wait
 
 
 def test_a_rank_that_failed_itself_goes_nowhere(capsys):

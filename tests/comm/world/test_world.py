@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from penstock.comm.world.host import LOOPBACK, identity, interface_to
-from penstock.comm.world.rendezvous import place, start_timeout
+from penstock.comm.world.rendezvous import launch_environment, start_timeout
 from penstock.comm.world.world import join
 from penstock.errors import InputError
 from ranks import LOOP, Run, by_hand, env, free_port, launched
@@ -48,13 +48,13 @@ from penstock.comm.world.world import join
 world = join()
 def counts():
     return [sys.getrefcount(tensor) for tensor in world.rows._short]
-world.rows.let_go()
+world.rows.wait_released()
 own, left = counts(), 0
 for _ in range(300):
     for _ in range(3):
         world.gather(b"x")
     left += counts() != own
-    world.rows.let_go()
+    world.rows.wait_released()
     assert counts() == own
 print("left", left)
 """
@@ -76,7 +76,7 @@ def test_alone_without_ranks_or_with_one(monkeypatch):
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
     assert join() is None
-    assert place({**PLACE, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert launch_environment({**PLACE, "RANK": "0", "WORLD_SIZE": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_alone_without_ranks_or_with_one(monkeypatch):
 )
 def test_an_environment_that_makes_no_sense_is_one_message(change, message):
     with pytest.raises(InputError, match=message):
-        place({**PLACE, **change})
+        launch_environment({**PLACE, **change})
 
 
 def test_bytes_of_unequal_sizes_between_all(tmp_path):
@@ -148,7 +148,7 @@ def test_a_rank_that_ends_while_others_are_waited_for_is_found_at_once(tmp_path)
         store.wait(["penstock/0/here/1"], timedelta(seconds=60))
         os.kill(runs[1].process.pid, signal.SIGKILL)
         assert runs[0].wait(20) == 1, "ranks are waited for a minute"
-        assert "rank 1 ended before all ranks had met; look at what it says" in runs[0].said
+        assert "rank 1 ended before all ranks had started; look at its output" in runs[0].said
 
 
 def test_a_rank_that_the_launcher_sees_end_is_not_waited_for(tmp_path):
@@ -162,7 +162,7 @@ def test_a_rank_that_the_launcher_sees_end_is_not_waited_for(tmp_path):
         assert run.wait() == 3
         assert "still running" not in run.said  # those that wait are told, and not ended after some time
         assert run.said.endswith("penstock: rank 1 ended with code 3\n")
-        assert run.said.count("rank 1 ended before all ranks had met") == 2
+        assert run.said.count("rank 1 ended before all ranks had started") == 2
 
 
 def test_a_missing_rank_0_is_named_by_its_port(tmp_path):
@@ -244,8 +244,8 @@ def _listeners(pid: int) -> set[str]:
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
     found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+    for status_table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{status_table}").read_text().splitlines()[1:]:
             parts = line.split()
             if parts[3] == "0A" and parts[9] in inodes:
                 found.add(parts[1])

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from checkpoints import gpt, listing
-from penstock.app.run.checkpoints import Keep
+from penstock.app.run.checkpoints import PeriodicCheckpoints
 from penstock.training.checkpoint.atomic import Unfinished, clean
 
 HOLD = """
@@ -43,7 +43,7 @@ def test_what_a_killed_one_has_left_goes(how, other, tmp_path):
     pipe, act = gpt(2), {}
     act["save"] = lambda: pipe.save(tmp_path / "step-2")
     act["export"] = lambda: pipe.export(tmp_path / "a.safetensors")
-    act["start"] = lambda: Keep(pipe, str(tmp_path), 1, 3).require_room()
+    act["start"] = lambda: PeriodicCheckpoints(pipe, str(tmp_path), 1, 3).require_room()
     os.kill(process.pid, signal.SIGSTOP)  # alive, however slow
     act["start"]()
     assert listing(tmp_path) == [name]

@@ -1,1 +1,1 @@
-"""`penstock cluster`."""
+"""`penstock cluster`: measure a cluster."""

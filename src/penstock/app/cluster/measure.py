@@ -1,8 +1,8 @@
-"""Measure a cluster: the devices of all ranks, and the links that join them.
+"""Measure a cluster: the devices of all ranks, and the links between them.
 
-A device is a CUDA device where there are some, else a worker that shares its host's cores and memory. Between the
-devices of a host its first two ranks exchange tensors, between hosts the first rank of each of the first two;
-all-reduces run over all ranks.
+A device is a CUDA device where there are some, else a worker that shares its host's cores and memory. Links within a
+host are measured between its first two ranks, links between hosts between the first ranks of the first two hosts, and
+all-reduces over all ranks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from penstock.core.cluster_toml import to_toml
 from penstock.errors import InputError
 
 CGROUP = Path("/sys/fs/cgroup")
-COPIED = 64 << 20  # bytes, to learn the speed of the way to host memory
+COPIED = 64 << 20  # bytes copied to measure the bandwidth to host memory
 TIMES = 9
 
 
 def count_devices(wanted: int | None) -> int:
-    """How many to describe: all CUDA devices, or a worker for each core, unless said otherwise."""
+    """Return how many devices to describe: by default all CUDA devices, or a worker for each core."""
     if not torch.cuda.is_available():
         return cores() if wanted is None else wanted
     here = torch.cuda.device_count()
@@ -44,7 +44,7 @@ def count_devices(wanted: int | None) -> int:
 
 
 def device_of(local: int) -> torch.device:
-    """The device of a host's rank."""
+    """Return the device of a rank by its number on the host."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local >= torch.cuda.device_count():
@@ -57,7 +57,7 @@ def device_of(local: int) -> torch.device:
 
 
 def describe(device: torch.device, sharing: int) -> Device:
-    """A device; where it is the host itself, one of so many workers that share its memory."""
+    """Return the description of a device; for a CPU, of one of `sharing` workers that share the host's memory."""
     if device.type == "cpu":
         return Device("cpu", float(host_memory() // sharing))
     kind = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
@@ -66,7 +66,7 @@ def describe(device: torch.device, sharing: int) -> Device:
 
 
 def host_memory() -> int:
-    """Bytes that this process and others like it can have: what is free here, or what its control group allows."""
+    """Return the bytes that processes on this host can use: the free memory, or the limit of the control group."""
     try:
         most = int((CGROUP / "memory.max").read_text())
         return min(available(), most - int((CGROUP / "memory.current").read_text()))
@@ -75,7 +75,7 @@ def host_memory() -> int:
 
 
 def host_bandwidth(device: torch.device) -> float:
-    """Bytes/s of the slower way between a CUDA device and pinned host memory."""
+    """Return the bytes/s between a CUDA device and pinned host memory, in the slower direction."""
     there = torch.empty(COPIED, dtype=torch.uint8, device=device)
     here = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
     return COPIED / max(_seconds(lambda: there.copy_(here), device), _seconds(lambda: here.copy_(there), device))
@@ -92,8 +92,8 @@ def _seconds(copy: Callable[[], object], device: torch.device) -> float:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A cluster, and the lines that its figures come from, by (level, what)."""
+class MeasuredCluster:
+    """A cluster, and the fitted lines behind its figures, by (level, operation)."""
 
     cluster: Cluster
     fits: dict[tuple[str, str], Fit]
@@ -103,7 +103,7 @@ class Measured:
         return [f"{level}, {what}: {doubt}" for (level, what), one in self.fits.items() for doubt in one.doubts]
 
     def to_json(self) -> dict[str, Any]:
-        """The cluster's own JSON, and what was measured."""
+        """Return the cluster's JSON and the measurements."""
         lines = [{"level": level, "what": what, **one.to_json()} for (level, what), one in self.fits.items()]
         return {**self.cluster.to_json(), "measured": lines}
 
@@ -118,32 +118,32 @@ class Measured:
         return to_toml(self.cluster, [*notes, *self.doubts])
 
 
-def measure(world: World | None) -> Measured:
-    """By all ranks; what rank 0 returns is what counts."""
+def measure(world: World | None) -> MeasuredCluster:
+    """Measure on all ranks. The result of rank 0 is valid."""
     if world is None:
         alone = describe(device_of(0), 1)
-        return Measured(Cluster((alone,), (Level("inside", 1, inf),)), {})
+        return MeasuredCluster(Cluster((alone,), (Level("inside", 1, inf),)), {})
     hosts, size = hosts_of(world.hosts)
     device = device_of(world.rank % size)
-    said = world.gather(json.dumps(asdict(describe(device, size))).encode())
-    devices = alike([Device(**json.loads(one)) for one in said])
+    descriptions = world.gather(json.dumps(asdict(describe(device, size))).encode())
+    devices = equalize([Device(**json.loads(one)) for one in descriptions])
     probe, fits = Probe(world, device), {}
-    firsts = list(range(0, world.size, size))
-    groups = {"inside": list(range(size)), "between": firsts}
+    first_ranks = list(range(0, world.size, size))
+    groups = {"inside": list(range(size)), "between": first_ranks}
     peers = [members[1] for members in groups.values() if len(members) > 1]
     probe.open(peers)
     for level, members in groups.items():
         if len(members) > 1:
             fits[level, "transfers"] = probe.transfer(1 + peers.index(members[1]), members[1])
             fits[level, f"all-reduce of {len(members)}"] = probe.all_reduce(members)
-    by_hand = probe.lanes is not None and "shared" in probe.lanes.kinds.values()
-    inside = replace(_level("inside", size, fits), blocking=by_hand)
+    copied_by_cpu = probe.lanes is not None and "shared" in probe.lanes.kinds.values()
+    inside = replace(_level("inside", size, fits), blocking=copied_by_cpu)
     levels = [inside] + ([_level("between", hosts, fits)] if hosts > 1 else [])
-    return Measured(Cluster(devices, tuple(levels)), fits)
+    return MeasuredCluster(Cluster(devices, tuple(levels)), fits)
 
 
 def hosts_of(names: tuple[str, ...]) -> tuple[int, int]:
-    """How many hosts, and ranks on each, from the host of every rank."""
+    """Return the number of hosts and the ranks on each, from the host of every rank."""
     counts = Counter(names)
     size = counts[names[0]]
     if list(names) != [name for name in counts for _ in range(size)]:
@@ -155,8 +155,8 @@ def hosts_of(names: tuple[str, ...]) -> tuple[int, int]:
     return len(counts), size
 
 
-def alike(devices: list[Device]) -> tuple[Device, ...]:
-    """Devices of a kind get the least figures of all of them: free memory is never the same twice."""
+def equalize(devices: list[Device]) -> tuple[Device, ...]:
+    """Give all devices of a kind the smallest figures among them, since free memory differs each time."""
     kinds: dict[str, list[Device]] = {}
     for device in devices:
         kinds.setdefault(device.kind, []).append(device)

@@ -1,8 +1,8 @@
-"""Time transfers and all-reduces between the ranks, and fit seconds = latency + bytes / bandwidth to them.
+"""Time transfers and all-reduces between the ranks, and fit seconds = latency + bytes / bandwidth.
 
-A transfer is half of a round trip over the engine's own lanes, from the call that sends to tensors that can be used.
-The fit takes least squares of the relative errors of the medians: with absolute ones the largest size would decide
-alone, and the latency would be the rest.
+A transfer is half of a round trip over the engine's own lanes, from the call that sends to usable tensors. The fit
+minimizes the squared relative errors of the medians: with absolute errors the largest size alone would decide, and the
+latency would be what is left over.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from penstock.comm.transport.interface import Key, LaneName, Message
+from penstock.comm.transport.interface import LaneName, Message, MessageKey
 from penstock.comm.transport.open import OpenLanes, open_lanes
 from penstock.comm.world.world import World
 
-NOISY = 0.25  # of the median: a middle half of the samples that is wider tells of other work on the machine
-BENT = 0.5  # of the median: a line that misses one by more says little about that size
+NOISY = 0.25  # of the median: a wider interquartile range means that other work disturbed the machine
+MISFIT = 0.5  # of the median: beyond that error, the line does not describe a size
 
 Samples = Mapping[int, Sequence[float]]  # seconds, by bytes
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A line and how far it can be trusted."""
+    """A fitted line, and how reliable it is."""
 
     latency: float
     bandwidth: float
-    spread: float  # the widest middle half of a size's samples, as a share of their median
-    misfit: float  # the median furthest from the line, as a share of that median
+    spread: float  # the widest interquartile range of a size's samples, as a share of their median
+    misfit: float  # the largest error of the line, as a share of that size's median
     medians: dict[int, float]
 
     @property
     def doubts(self) -> list[str]:
-        found = []
+        doubts = []
         if self.spread > NOISY:
-            found.append(f"noisy: samples of one size differ by {self.spread:.0%}; measure again on a quiet machine")
-        if self.misfit > BENT:
-            found.append(f"no straight line: one size is {self.misfit:.0%} off")
-        return found
+            doubts.append(f"noisy: samples of one size differ by {self.spread:.0%}; measure again on a quiet machine")
+        if self.misfit > MISFIT:
+            doubts.append(f"no straight line: one size is {self.misfit:.0%} off")
+        return doubts
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "doubts": self.doubts}
 
 
 def spread(samples: Sequence[float]) -> float:
-    """The middle half of some samples, as a share of their median."""
+    """Return the interquartile range of some samples as a share of their median."""
     if len(samples) < 2:
         return 0.0
     low, middle, high = quantiles(samples, n=4, method="inclusive")
@@ -60,7 +60,7 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def fit(samples: Samples) -> Fit:
-    """The line through the medians; neither latency nor seconds a byte come out below 0."""
+    """Return the line through the medians, with latency and seconds a byte of at least 0."""
     medians = {size: median(seconds) for size, seconds in samples.items()}
     size, seconds = np.array(list(medians)), np.array(list(medians.values()))
     latency, each = _line(size / seconds, 1.0 / seconds)
@@ -70,98 +70,103 @@ def fit(samples: Samples) -> Fit:
 
 
 def _line(size: np.ndarray[Any, Any], one: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Latency and seconds a byte such that latency·one + each·size comes closest to 1."""
+    """Return latency and seconds a byte for which latency·one + each·size is closest to 1."""
     (latency, each), *_ = np.linalg.lstsq(np.stack([one, size], axis=1), np.ones(len(size)), rcond=None)
     if latency < 0:
         latency, each = 0.0, size.sum() / (size**2).sum()
-    if each <= 0:  # time that does not grow with size: as little as could be told from the largest
+    if each <= 0:  # the time does not grow with size: use the smallest slope that the largest size could show
         each = 1e-3 / size.max()
     return float(latency), float(each)
 
 
 SIZES = tuple(1 << exponent for exponent in range(10, 25, 2))  # 1 KB to 16 MB
 LEAST, MOST = 7, 40  # repetitions
-ALIKE = 0.1  # a spread of all sizes below which more repetitions add nothing
+STABLE = 0.1  # the spread of all sizes below which more repetitions are not needed
 PATIENCE = 4.0  # seconds for the repetitions of one kind
-Once = Callable[[torch.Tensor, int], None]  # so many operations with a tensor, by all who take part
+Operation = Callable[
+    [torch.Tensor, int], None
+]  # runs an operation that many times with a tensor, on all participating ranks
 
 
 @dataclass
 class Probe:
-    """What one rank needs to measure together with the others. Rank 0 takes part in all and keeps the time."""
+    """The measurements of one rank together with the others. Rank 0 takes part in all and keeps the time."""
 
     world: World
     device: torch.device
     lanes: OpenLanes | None = None
     tensors: dict[int, torch.Tensor] = field(init=False)
-    rallies: Counter[LaneName] = field(default_factory=Counter)  # the same at both ends of a lane
+    round_trips: Counter[LaneName] = field(default_factory=Counter)  # the same at both ends of a lane
 
     def __post_init__(self) -> None:
         self.tensors = {size: torch.zeros(size // 4, device=self.device) for size in SIZES}
 
     def open(self, peers: list[int]) -> None:
-        """Lanes both ways between rank 0 and each peer; by all ranks."""
+        """Open lanes in both directions between rank 0 and each peer. All ranks have to call."""
         ways = [LaneName(*pair) for at in range(1, len(peers) + 1) for pair in ((0, at), (at, 0))]
         self.lanes = open_lanes(self.world, ways, [0, *peers], self.device)
 
     def transfer(self, at: int, peer: int) -> Fit:
-        """Between rank 0 and the `at`-th peer; by all ranks."""
-        mine = self.world.rank in (0, peer)
+        """Measure transfers between rank 0 and the `at`-th peer. All ranks have to call."""
+        participates = self.world.rank in (0, peer)
         there, back = LaneName(0, at), LaneName(at, 0)
-        return fit(self._repeat(mine, lambda tensor, count: self._rally(there, back, tensor, count), trips=2))
+        return fit(
+            self._repeat(participates, lambda tensor, count: self._round_trips(there, back, tensor, count), trips=2)
+        )
 
-    def _rally(self, there: LaneName, back: LaneName, tensor: torch.Tensor, count: int) -> None:
+    def _round_trips(self, there: LaneName, back: LaneName, tensor: torch.Tensor, count: int) -> None:
         assert self.lanes is not None
-        first, message, run = self.world.rank == 0, Message({0: tensor}), self.rallies[there]
+        first, message, run = self.world.rank == 0, Message({0: tensor}), self.round_trips[there]
         send = self.lanes.senders[there if first else back].send
         receive = self.lanes.receivers[back if first else there].receive
         for number in range(count):
             if first:
-                send(Key(run, number), message)
-            receive(Key(run, number))
-            self._settle()
+                send(MessageKey(run, number), message)
+            receive(MessageKey(run, number))
+            self._synchronize()
             if not first:
-                send(Key(run, number), message)
-        self.rallies[there] += 1
+                send(MessageKey(run, number), message)
+        self.round_trips[there] += 1
 
     def all_reduce(self, members: list[int]) -> Fit:
-        """Over some ranks; by all ranks. As `ring_seconds` counts: a step's latency, and bytes/s of a member's link."""
+        """Measure all-reduces over some ranks. All ranks have to call. Returns, as `ring_seconds` counts, the latency
+        of a ring step and the bytes/s of a member's link."""
         group = dist.new_group(members, backend="nccl" if self.device.type == "cuda" else "gloo")
 
         def reduce(tensor: torch.Tensor, count: int) -> None:
             for _ in range(count):
                 dist.all_reduce(tensor, group=group)
-                self._settle()
+                self._synchronize()
 
-        found, n = fit(self._repeat(self.world.rank in members, reduce)), len(members)
-        rate = 2 * (n - 1) / n * found.bandwidth
-        return Fit(found.latency / (2 * (n - 1)), rate, found.spread, found.misfit, found.medians)
+        line, n = fit(self._repeat(self.world.rank in members, reduce)), len(members)
+        rate = 2 * (n - 1) / n * line.bandwidth
+        return Fit(line.latency / (2 * (n - 1)), rate, line.spread, line.misfit, line.medians)
 
-    def _repeat(self, mine: bool, once: Once, trips: int = 1) -> dict[int, list[float]]:
-        """Seconds of one operation by size, the first round not counted; meaningful on rank 0."""
-        found: dict[int, list[float]] = {size: [] for size in SIZES}
+    def _repeat(self, participates: bool, once: Operation, trips: int = 1) -> dict[int, list[float]]:
+        """Return the seconds of one operation by size, without the first repetition; valid on rank 0."""
+        samples: dict[int, list[float]] = {size: [] for size in SIZES}
         began = monotonic()
         for number in range(MOST + 1):
-            for size, tensor in self.tensors.items() if mine else ():
+            for size, tensor in self.tensors.items() if participates else ():
                 count = max(2, min(50, (4 << 20) // size))
                 at = perf_counter()
                 once(tensor, count)
                 if number:
-                    found[size].append((perf_counter() - at) / (count * trips))
+                    samples[size].append((perf_counter() - at) / (count * trips))
             late = number > 2 and monotonic() - began > PATIENCE
-            if self._agreed(late or (number >= LEAST and _alike(found))):
+            if self._rank_0_decides(late or (number >= LEAST and _is_stable(samples))):
                 break
-        return found if mine else {size: [1.0] for size in SIZES}
+        return samples if participates else {size: [1.0] for size in SIZES}
 
-    def _agreed(self, enough: bool) -> bool:
-        """What rank 0 thinks."""
-        said = bytes([enough]) if self.world.rank == 0 else None
-        return bool(self.world.broadcast(said, 0)[0])
+    def _rank_0_decides(self, enough: bool) -> bool:
+        """Return rank 0's argument on all ranks."""
+        answer = bytes([enough]) if self.world.rank == 0 else None
+        return bool(self.world.broadcast(answer, 0)[0])
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def _alike(found: dict[int, list[float]]) -> bool:
-    return max(spread(samples) for samples in found.values()) <= ALIKE
+def _is_stable(samples_by_size: dict[int, list[float]]) -> bool:
+    return max(spread(samples) for samples in samples_by_size.values()) <= STABLE

@@ -1,1 +1,1 @@
-"""`penstock compare`."""
+"""`penstock compare`: train by several methods and compare them."""

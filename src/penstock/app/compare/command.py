@@ -1,7 +1,7 @@
-"""The same model, data, seed and budget by one method after the other: `penstock compare`.
+"""`penstock compare`: train the same model on the same data with the same seed and budget by one method after another.
 
-Where there are cores for all stages, the methods run on workers and their times are measured. Else they run inline,
-which trains the same numbers, and the times of their stages are put into a simulation of the very schedule.
+Where there are cores for all stages, the methods run on workers and their times are measured. Otherwise they run
+inline, which trains the same numbers, and the schedule is simulated with the measured times of their stages.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TextIO
 
 import torch
 
-from penstock.app.compare.memory import footprint, fullest
-from penstock.app.compare.methods import Method, chosen
+from penstock.app.compare.memory import footprint, peak_rank_memory
+from penstock.app.compare.methods import Method, choose_methods
 from penstock.app.compare.result import Comparison, Row, cause_of
-from penstock.app.compare.runs import Run, run_inline, run_on_workers
+from penstock.app.compare.runs import MethodRun, run_inline, run_on_workers
 from penstock.app.compare.setup import Setup, batch_rows, require_own_stages, require_rate
-from penstock.app.compare.stopwatch import stopped_costs
+from penstock.app.compare.stopwatch import measured_costs
 from penstock.app.compare.times import pace, simulated
 from penstock.app.compare.track import Track
 from penstock.app.run.progress import ShowMany, progress_of_many
@@ -29,8 +29,8 @@ from penstock.errors import InputError
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What was asked beside the config: methods by name, T1's K and T3's N, and whether to stay in one process."""
+class CompareOptions:
+    """Options beside the config: methods by name, T1's K and T3's N, and whether to stay in one process."""
 
     methods: Sequence[str] | None = None
     t1: int | None = None
@@ -38,8 +38,8 @@ class Wish:
     inline: bool = False
 
 
-def compare(request: Request, wish: Wish, out: TextIO | None = None) -> Comparison:
-    """Train by each method; `out` is told how it goes."""
+def compare(request: Request, options: CompareOptions, out: TextIO | None = None) -> Comparison:
+    """Train by each method, and report progress to `out`."""
     if launched():
         came = f"{os.environ['WORLD_SIZE']} that were launched together"
         raise InputError("one process for compare, which starts its own workers", came, "run it without torchrun")
@@ -47,9 +47,11 @@ def compare(request: Request, wish: Wish, out: TextIO | None = None) -> Comparis
     require_rate(request.config, task)
     require_own_stages(request.config, task)
     setup, section = Setup(request, task.config), task.config.pipeline
-    methods = chosen(setup.usual() if wish.methods is None else wish.methods, setup.steps, wish.t1, wish.t3)
+    methods = choose_methods(
+        setup.usual() if options.methods is None else options.methods, setup.steps, options.t1, options.t3
+    )
     setup.prepare(methods)
-    workers = section.stages if _on_workers(section.stages, wish.inline) else 0
+    workers = section.stages if _on_workers(section.stages, options.inline) else 0
     with progress_of_many(len(methods), setup.steps, out) as show:
         runs = [_run(setup, method, at, show) for at, method in enumerate(methods)]
         able = [run for run in runs if run.cause is None]
@@ -67,7 +69,7 @@ def _on_workers(stages: int, inline: bool) -> bool:
 
 
 def _clock(workers: int) -> tuple[str, str]:
-    """How times are come by, in short and in full."""
+    """Return how times were determined, as a label and in full."""
     if workers:
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         short = f"measured on {workers} workers"
@@ -78,30 +80,30 @@ def _clock(workers: int) -> tuple[str, str]:
     )
 
 
-def _run(setup: Setup, method: Method, at: int, show: ShowMany) -> Run:
-    """Ready to be trained, or with the cause why it cannot be."""
-    told = partial(show, method.name, at * setup.steps)
-    run = Run(method, setup.request(method), Track(told))
+def _run(setup: Setup, method: Method, at: int, show: ShowMany) -> MethodRun:
+    """Return a run that is ready to train, or that has the cause why it cannot."""
+    show_step = partial(show, method.name, at * setup.steps)
+    run = MethodRun(method, setup.request(method), Track(show_step))
     try:
         run.request.task()
-        setup.kept(method)
+        setup.stage_activations(method)
     except Exception as error:
         run.cause = cause_of(error, 0)
     return run
 
 
-def _row(setup: Setup, run: Run, runs: Sequence[Run]) -> Row:
-    """The figures of a run. Times of an inline one are simulated from those of all runs with its stages."""
-    method, track, found = run.method, run.track, run.found
-    if found is None or run.cause is not None:
+def _row(setup: Setup, run: MethodRun, runs: Sequence[MethodRun]) -> Row:
+    """Return the figures of a run. Times of an inline run are simulated from all runs with the same stages."""
+    method, track, result = run.method, run.track, run.found
+    if result is None or run.cause is not None:
         return Row(method, track.losses, track.seconds, cause=run.cause)
-    task, kept = run.request.task(), setup.kept(method)
-    built, again = setup.built(method, task), task.config.pipeline.recompute != "never"
-    memory = fullest(built, setup.steps, kept, found.stages, again)
-    done, busy = track.seconds, found.utilisation
+    task, activations = run.request.task(), setup.stage_activations(method)
+    built, again = setup.build_schedule(method, task), task.config.pipeline.recompute != "never"
+    memory = peak_rank_memory(built, setup.steps, activations, result.stages, again)
+    done, busy = track.seconds, result.utilisation
     if run.watch is not None:
         stages = setup.stages_of(method)
         alike = [one.watch for one in runs if one.watch is not None and setup.stages_of(one.method) == stages]
-        costs = stopped_costs(built.shape, run.watch, alike, footprint(kept, found.stages), again)
+        costs = measured_costs(built.shape, run.watch, alike, footprint(activations, result.stages), again)
         done, busy = simulated(built, costs, setup.steps, method.flushed)
     return Row(method, track.losses, done, pace(done, task.config.pipeline.stages, method.flushed), busy, memory)

@@ -1,7 +1,7 @@
-"""What a run holds in memory, by kind, on its fullest rank.
+"""The memory of a run, by kind, on the rank that needs most.
 
-Weights, gradients, optimizer state and weight versions are the bytes of the tensors that are there. What a stage keeps
-of one micro-batch is weighed once; the schedule says how many a rank holds at most.
+Weights, gradients, optimizer state and weight versions are counted as the bytes of existing tensors. The activations of
+one micro-batch are measured once for each stage; the schedule says how many a rank holds at most.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ StageBytes = dict[int, dict[str, int]]
 
 
 def micro_batch_bytes(task: Task) -> list[MicroBatchBytes]:
-    """Return what each stage keeps of one micro-batch, from one step of a synchronous schedule in this process.
+    """Return the bytes that each stage keeps of one micro-batch, from one step of a synchronous schedule in this
+    process.
 
-    Here the split model is compared with the whole one too, for all methods that have the same stages.
+    This step also compares the split model with the whole one, for all methods with the same stages.
     """
     pipe = task.pipeline()
     meter = ActivationMeter(pipe.executor.stages, pipe.device)
@@ -43,15 +44,17 @@ def micro_batch_bytes(task: Task) -> list[MicroBatchBytes]:
 
 
 def stage_bytes(pipe: Pipeline) -> StageBytes:
-    """What the stages here hold after a run: buffers of versions stay, so those are the most there were."""
-    found = standing(pipe)
+    """Return the bytes by kind of this process's stages after a run. Version buffers are kept, so theirs are the
+    peak."""
+    bytes_by_stage = standing(pipe)
     trainer = pipe.async_trainer
-    beside = {} if trainer is None else version_bytes(trainer.weights)
-    return {at: always | {"versions": beside.get(at, 0)} for at, always in found.items()}
+    versions = {} if trainer is None else version_bytes(trainer.weights)
+    return {at: kinds | {"versions": versions.get(at, 0)} for at, kinds in bytes_by_stage.items()}
 
 
 def version_bytes(weights: VersionedWeights) -> dict[int, int]:
-    """Buffers beside the weights themselves: older versions, forecasts, PipeMare's means and corrected weights."""
+    """Return the bytes of buffers beside the weights: older versions, forecasts, PipeMare's means and corrected
+    weights."""
     return {
         stage: sum(_sets(weights, one) * _bytes(one.versions.parameters) + _remedies(one) for one in held)
         for stage, held in weights.held.items()
@@ -59,8 +62,8 @@ def version_bytes(weights: VersionedWeights) -> dict[int, int]:
 
 
 def _sets(weights: VersionedWeights, held: Held) -> int:
-    """Buffers of versions beside the newest. Stages of one process share those of a tied weight; each in a process of
-    its own would have as many as of its own weights."""
+    """Return how many versions there are beside the newest. In one process, stages share the versions of a tied weight;
+    in separate processes, each would have as many as of its own weights."""
     shared = len(weights.users[held.versions]) > 1
     versions = weights.held[held.stage][0].versions if shared else held.versions
     return len(versions.data) + len(versions.spare) - 1
@@ -81,10 +84,10 @@ def footprint(kept: list[MicroBatchBytes], stages: StageBytes) -> Footprint:
     return Footprint(**{name: np.array([float(stage[name]) for stage in every]) for name in PARTS})
 
 
-def fullest(
+def peak_rank_memory(
     built: Schedule | Loop, steps: int, kept: list[MicroBatchBytes], stages: StageBytes, recompute: bool
 ) -> dict[str, float]:
-    """Bytes by kind on the rank that holds most; each kind at its own highest."""
+    """Return the bytes by kind on the rank that needs most, each kind at its own peak."""
     schedule = lower(built.unroll(min(steps, LoweredLoop(built).least + 1)) if isinstance(built, Loop) else built)
     shape = schedule.shape
     costs = replace(flat_costs(shape), footprint=footprint(kept, stages), recompute=np.full(shape.stages, recompute))

@@ -1,6 +1,6 @@
-"""The methods that `penstock compare` trains by, each as what it changes in a config.
+"""The methods of `penstock compare`, each as changes to a config.
 
-T1's K and T3's N come from the budget where nobody says them: a quarter of the mini-batches, and a tenth.
+Where T1's K and T3's N are not given, they are a quarter and a tenth of the mini-batches.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from penstock.errors import InputError
 from penstock.schedules.registry import METHODS as SCHEDULES
 
 PLAIN = "plain"
-K, N = "K", "N"  # stand for T1's and T3's numbers until the budget is known
+K, N = "K", "N"  # placeholders for T1's and T3's numbers until the budget is known
 
 
 @dataclass(frozen=True)
 class Method:
-    """`schedule` None: one plain process. `nesterov`: the optimizer is replaced. `usual`: used where none is named."""
+    """A method. `schedule` None: one plain process. `nesterov`: replaces the optimizer. `usual`: used by default."""
 
     name: str
     schedule: str | None
@@ -28,7 +28,7 @@ class Method:
     usual: bool = True
 
     def with_budget(self, k: int, n: int) -> Method:
-        """The same with T1's and T3's numbers."""
+        """Return the method with T1's and T3's numbers."""
         numbers = {K: k, N: n}
         options = {name: numbers[value] if value in (K, N) else value for name, value in self.options.items()}
         return Method(self.name, self.schedule, options, self.nesterov, self.usual)
@@ -39,7 +39,7 @@ class Method:
 
     @property
     def flushed(self) -> int:
-        """Mini-batches trained one by one before the pipe is fed without a flush."""
+        """Mini-batches trained one at a time before training without a flush begins."""
         return int(self.options.get("t3", 0))
 
 
@@ -62,13 +62,15 @@ _TABLE = (
     Method("xpipe", "pipedream", {"predict": "xpipe"}, usual=False),
     Method("spectrain", "pipedream", {"predict": "spectrain"}, usual=False),
 )
-# Every other schedule goes by its own name.
+# Every other schedule is a method under its own name.
 _OTHERS = (Method(name, name, usual=False) for name in SCHEDULES if name not in {method.name for method in _TABLE})
 NAMED: dict[str, Method] = {method.name: method for method in (*_TABLE, *_OTHERS)}
 
 
-def chosen(names: Sequence[str] | None, steps: int, t1: int | None = None, t3: int | None = None) -> list[Method]:
-    """The methods of these names, in their order; or the usual ones."""
+def choose_methods(
+    names: Sequence[str] | None, steps: int, t1: int | None = None, t3: int | None = None
+) -> list[Method]:
+    """Return the methods of these names, in their order, or the default ones."""
     for flag, value in (("--t1", t1), ("--t3", t3)):
         if value is not None and value < 1:
             raise InputError(f"{flag} to be at least 1 mini-batch", value, "correct it, or leave it out")

@@ -1,4 +1,4 @@
-"""The result of a comparison: a table, a page, JSON; and why a method has no figures."""
+"""The result of a comparison, as a table, a page and JSON; and the causes of methods without figures."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from penstock.reports.describe import number, percent, seconds
 from penstock.reports.loss_chart import LossCurve, loss_chart
 from penstock.reports.table_page import table_page
 
-FINITE = ("a finite loss", "finite gradients")  # that a pipeline expects
+FINITE = ("a finite loss", "finite gradients")  # the expectations in a pipeline's errors
 DIVERGED = "diverged"
 _LIBRARIES = ("torch", "penstock", "runpy", "contextlib", "functools", "importlib", "_frozen_importlib")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """`failed`: by an exception of the user's code, or by a rank that died; else the method cannot run, or diverged."""
+    """The cause why a method has no figures. `failed`: an exception of the user's code, or a rank that died; else the
+    method cannot run, or diverged."""
 
     note: str
     failed: bool = False
@@ -43,7 +44,7 @@ class Cause:
 
 
 def cause_of(error: Exception, done: int) -> Cause:
-    """The cause that an exception is, after so many mini-batches."""
+    """Return the cause for an exception after `done` mini-batches."""
     if isinstance(error, InputError):
         if error.expected in FINITE:
             return Cause(f"{DIVERGED} after {plural(done, 'mini-batch')}")
@@ -55,12 +56,12 @@ def cause_of(error: Exception, done: int) -> Cause:
 
 
 def place_of(error: BaseException) -> str:
-    """File, line and function of the innermost call in the user's code; of the innermost at all where none is."""
+    """Return file, line and function of the innermost call in the user's code, or of the innermost call at all."""
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    theirs = [(frame, line) for frame, line in frames if _module(frame).split(".")[0] not in _LIBRARIES]
+    user_frames = [(frame, line) for frame, line in frames if _module(frame).split(".")[0] not in _LIBRARIES]
     if not frames:
         return "an unknown line"
-    frame, line = (theirs or frames)[-1]
+    frame, line = (user_frames or frames)[-1]
     return f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
 
 
@@ -69,23 +70,23 @@ def plural(count: int, word: str) -> str:
 
 
 def _module(frame: FrameType) -> str:
-    """The name of a frame's module, also of one that was started by `python -m`."""
+    """Return the name of a frame's module, also of one started by `python -m`."""
     spec = frame.f_globals.get("__spec__")
     return str(spec.name if spec is not None else frame.f_globals.get("__name__", ""))
 
 
 MIB = 1 << 20
 HEADS = ("method", "samples/s", "busy", *KINDS, "in all", "loss", "time")
-WIDTH = 132  # of a table that goes to no terminal
+WIDTH = 132  # of a table that is not printed on a terminal
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method. Where there is a `cause`, there are no figures; losses and moments are as many as there were."""
+    """The figures of one method. With a `cause`, there are none but the losses and times until it ended."""
 
     method: Method
     losses: list[float]
-    seconds: list[float]  # from the begin, at which each mini-batch was done
+    seconds: list[float]  # from the begin to the end of each mini-batch
     pace: float | None = None  # seconds of a mini-batch in the steady state
     utilisation: float | None = None
     memory: dict[str, float] = field(default_factory=dict)  # bytes on the fullest rank, by kind
@@ -97,16 +98,16 @@ class Row:
 
     @property
     def loss(self) -> float | None:
-        """The mean of the last tenth of the mini-batches."""
+        """Mean of the last tenth of the mini-batches."""
         return mean(self.losses[-max(1, len(self.losses) // 10) :]) if self.losses and self.note is None else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows, and what all of them have in common."""
+    """The rows, and the settings that all of them share."""
 
     rows: list[Row]
-    clock: str  # how times were come by, in short: measured, or simulated
+    clock: str  # label for how times were determined: measured, or simulated
     how: str  # the same in full
     stages: int
     microbatches: int
@@ -125,13 +126,13 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Whether a method was ended by an exception or a death, or none could be trained."""
+        """Whether a method was ended by an exception or a dead rank, or none could be trained."""
         return any(row.cause is not None and row.cause.failed for row in self.rows) or all(
             row.cause is not None for row in self.rows
         )
 
     def tracebacks(self) -> list[str]:
-        """What ended methods, each once, under the names of those that it ended."""
+        """Return each distinct traceback once, under the names of the methods that it ended."""
         names: dict[str, list[str]] = {}
         texts: dict[str, str] = {}
         for row in self.rows:
@@ -141,10 +142,10 @@ class Comparison:
         return [f"{', '.join(names[note])}:\n{text.rstrip()}" for note, text in texts.items()]
 
     def cells(self, row: Row) -> list[str]:
-        """Of the table: memory in MiB."""
+        """Return the cells of a method's row in the table, memory in MiB."""
         if row.cause is not None:
-            came = DIVERGED if row.cause.diverged else "failed" if row.cause.failed else "not run"
-            return [row.method.name, *("-" for _ in HEADS[1:-2]), came, "-"]
+            outcome = DIVERGED if row.cause.diverged else "failed" if row.cause.failed else "not run"
+            return [row.method.name, *("-" for _ in HEADS[1:-2]), outcome, "-"]
         assert row.pace is not None
         memory = [row.memory[kind] for kind in KINDS]
         return [
@@ -157,22 +158,22 @@ class Comparison:
         ]
 
     def table(self) -> Table:
-        found = Table(*HEADS, box=None, pad_edge=False)
-        for column in found.columns[1:]:
+        table = Table(*HEADS, box=None, pad_edge=False)
+        for column in table.columns[1:]:
             column.justify = "right"
         for row in self.rows:
-            found.add_row(*self.cells(row))
-        return found
+            table.add_row(*self.cells(row))
+        return table
 
-    def said(self) -> list[str]:
-        """What stands around the table."""
+    def captions(self) -> list[str]:
+        """Return the lines that explain the table."""
         return [self.how, "memory in MiB, of the fullest rank; loss: mean of the last tenth of the run", *self.notes]
 
     def svg(self) -> str:
         return loss_chart([self._curve(row) for row in self.rows], self.title, self.clock)
 
     def html(self) -> str:
-        return table_page(self.title, self.said(), HEADS, [self.cells(row) for row in self.rows], [self.svg()])
+        return table_page(self.title, self.captions(), HEADS, [self.cells(row) for row in self.rows], [self.svg()])
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in ("clock", "how", "stages", "microbatches", "batch", "steps")}

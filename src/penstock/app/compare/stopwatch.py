@@ -1,7 +1,7 @@
 """Seconds of every stage's operations in an inline run, and the costs of a simulation from them.
 
-The engine's own functions are timed from outside. Methods that have the same stages run the same forwards and
-backwards, so the median is taken over all their runs: other load on the machine then counts little.
+An observer times the rows. Methods with the same stages run the same forwards and backwards, so the median over all
+their runs is taken: other load on the machine then matters little.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Seconds = dict[tuple[Op, int], list[float]]  # by operation and stage
 
 
 class Stopwatch(Observer):
-    """Put on a pipeline before its first step."""
+    """An observer that times rows, added to a pipeline before its first step."""
 
     def __init__(self, pipe: Pipeline) -> None:
-        self.own: Seconds = defaultdict(list)  # of the stage itself, and of its updates
-        self.around: Seconds = defaultdict(list)  # of asynchronous methods
-        self.inside = 0.0  # seconds that were noted since a row began
+        self.own: Seconds = defaultdict(list)  # seconds of the stage itself, and of its updates
+        self.overhead: Seconds = defaultdict(list)  # other seconds of a row, in asynchronous methods
+        self.inside = 0.0  # seconds recorded since the row began
         self.row_begun = self.stage_begun = self.update_begun = 0.0
         self.asynchronous = pipe.async_trainer is not None
         pipe.observers.add(self)
@@ -40,42 +40,43 @@ class Stopwatch(Observer):
 
     def after(self, row: ActionRow) -> None:
         if self.asynchronous and row.op <= Op.FB:
-            self.around[row.op, row.stage].append(perf_counter() - self.row_begun - self.inside)
+            self.overhead[row.op, row.stage].append(perf_counter() - self.row_begun - self.inside)
 
     def stage_begins(self, row: ActionRow) -> None:
         self.stage_begun = perf_counter()
 
     def stage_ends(self, row: ActionRow) -> None:
-        self._note(Op.F if row.op is Op.FB else row.op, row.stage, perf_counter() - self.stage_begun)
+        self._record(Op.F if row.op is Op.FB else row.op, row.stage, perf_counter() - self.stage_begun)
 
     def update_begins(self, stage: int) -> None:
         self.update_begun = perf_counter()
 
     def update_ends(self, stage: int) -> None:
-        self._note(Op.UPDATE, stage, perf_counter() - self.update_begun)
+        self._record(Op.UPDATE, stage, perf_counter() - self.update_begun)
 
-    def _note(self, op: Op, stage: int, seconds: float) -> None:
+    def _record(self, op: Op, stage: int, seconds: float) -> None:
         self.own[op, stage].append(seconds)
         self.inside += seconds
 
 
-def stopped_costs(
-    shape: Shape, mine: Stopwatch, alike: Sequence[Stopwatch], footprint: Footprint, recompute: bool
+def measured_costs(
+    shape: Shape, own: Stopwatch, alike: Sequence[Stopwatch], footprint: Footprint, recompute: bool
 ) -> Costs:
-    """Of a run that `mine` has timed; `alike` are those of all runs with the same stages, itself included.
+    """Return the costs of a run timed by `own`. `alike` are the stopwatches of all runs with the same stages, its own
+    included.
 
-    A synchronous one's updates are the median over those that keep no versions: which are those without rows `around`.
+    The update of a synchronous run is the median over the runs without versions, which are those without `overhead`.
     """
     forward, whole, split, late = (
         _medians(shape, [watch.own for watch in alike], op) for op in (Op.F, Op.B, Op.I, Op.W)
     )
-    flushed = [watch for watch in alike if not watch.around] if shape.law is Law.SYNC else [mine]
+    flushed = [watch for watch in alike if not watch.overhead] if shape.law is Law.SYNC else [own]
     again = np.full(shape.stages, recompute)
     backward = np.where(split > 0, split, whole)
     return Costs(
-        forward=forward + _medians(shape, [mine.around], Op.F),
-        # Costs count a second forward on top.
-        input_grad=np.maximum(backward - np.where(again, forward, 0.0), 0.0) + _medians(shape, [mine.around], Op.B),
+        forward=forward + _medians(shape, [own.overhead], Op.F),
+        # The simulator adds the second forward itself.
+        input_grad=np.maximum(backward - np.where(again, forward, 0.0), 0.0) + _medians(shape, [own.overhead], Op.B),
         weight_grad=late,
         update=_medians(shape, [watch.own for watch in flushed], Op.UPDATE),
         reduce=np.zeros(shape.stages),
@@ -87,6 +88,8 @@ def stopped_costs(
 
 
 def _medians(shape: Shape, every: Sequence[Seconds], op: Op) -> FloatArray:
-    """By stage; 0 where there was no such operation."""
-    found = [[second for one in every for second in one.get((op, stage), ())] for stage in range(shape.stages)]
-    return np.array([median(seconds) if seconds else 0.0 for seconds in found])
+    """Return the median by stage; 0 where there was no such operation."""
+    seconds_of_stages = [
+        [second for one in every for second in one.get((op, stage), ())] for stage in range(shape.stages)
+    ]
+    return np.array([median(seconds) if seconds else 0.0 for seconds in seconds_of_stages])

@@ -1,4 +1,4 @@
-"""How a run went, mini-batch by mini-batch, as far as it came: also if it ends in an error, or in another process."""
+"""The losses and times of a run by mini-batch, available even if it ends in an error or runs in another process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TICK = 0.2  # seconds
 
 @dataclass
 class Track:
-    """Losses, and the seconds from the begin at which each was known; `show` is told of every one, and so is `out`, a
-    file in which another process finds them under the run's number."""
+    """Losses, and the seconds from the begin of the run to each. Each is passed to `show`, and written to `out`, a file
+    in which another process reads them under the run's number."""
 
     show: Show | None = None
     out: TextIO | None = None
@@ -30,13 +30,13 @@ class Track:
     def begin(self) -> None:
         self.begun = perf_counter()
 
-    def note(self, loss: float) -> None:
-        self.take(loss, perf_counter() - self.begun)
+    def record(self, loss: float) -> None:
+        self.add(loss, perf_counter() - self.begun)
         if self.out is not None:
             print(self.number, loss, self.seconds[-1], file=self.out, flush=True)
 
-    def take(self, loss: float, seconds: float) -> None:
-        """What was noted here, or by another process."""
+    def add(self, loss: float, seconds: float) -> None:
+        """Add a loss that was recorded here or in another process."""
         self.losses.append(loss)
         self.seconds.append(seconds)
         if self.show is not None:
@@ -44,8 +44,8 @@ class Track:
 
 
 @contextmanager
-def following(file: Path, take: Callable[[str], None]) -> Iterator[None]:
-    """Meanwhile another process writes lines into a file: they are taken as they come, at the end all of them."""
+def follow_lines(file: Path, add: Callable[[str], None]) -> Iterator[None]:
+    """Pass on the lines that another process writes to a file, as they come; all of them at the end."""
     file.touch()
     ended = threading.Event()
 
@@ -55,7 +55,7 @@ def following(file: Path, take: Callable[[str], None]) -> Iterator[None]:
             last = ended.wait(TICK)
             *lines, rest = (rest + notes.read()).split("\n")
             for line in lines:
-                take(line)
+                add(line)
 
     with file.open(encoding="utf-8") as notes:
         thread = threading.Thread(target=follow, args=(notes,), name="penstock-notes")

@@ -1,7 +1,7 @@
-"""Batches to train on: text that ships with Python or the user's own, digits, or whatever a function gives.
+"""Batches to train on: text that ships with Python or the user's own, digits, or the output of a user's function.
 
-Batch k depends on the seed and on k alone, so that every rank makes the same ones and a run can go on where it stopped.
-A share of text or digits, or what another function gives, is held out for validation: no batch to train on holds any.
+Batch k depends on the seed and on k alone, so that every rank makes the same batches and a run can be continued. A
+share of text or digits, or the output of another function, is held out for validation and never trained on.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from penstock.errors import FormatError, InputError
 from penstock.model.seeding import mixed
 
 Batch = tuple[Any, Any]  # inputs, target
-HELD_OUT = -1  # in place of a batch's number, for what is drawn once
-SECTIONS = 20  # of a text, each of which ends in held-out text: its parts differ more than their letters do
+HELD_OUT = -1  # used in place of a batch's number, for the held-out rows
+SECTIONS = 20  # of a text, each of which ends in held-out text, because the parts of a text differ
 
 
 class Data(Protocol):
-    vocab: int | None  # how many different tokens there are, where there are tokens
+    """The data of a task."""
+
+    vocab: int | None  # number of different tokens, where there are tokens
 
     def batches(self, first: int = 0) -> Iterator[Batch]:
-        """Batches without end, from number `first` on."""
+        """Yield batches without end, from number `first` on."""
 
     def validation(self) -> Iterator[Batch]:
-        """All held-out batches, once; none where nothing is held out."""
+        """Yield all held-out batches once; none where nothing is held out."""
 
 
 class TextData:
-    """Windows of a text, at places drawn from the seed; the target is the same text one token further.
+    """Windows of a text at random places; the target is the same text, shifted by one token.
 
-    The share `validation` of the text is held out, a part of every section: windows to train on end before it.
+    The share `validation` of the text is held out, a part of every section; windows to train on end before it.
     """
 
     def __init__(
@@ -47,13 +49,13 @@ class TextData:
         self.alphabet = list(map(chr, range(256))) if isinstance(text, bytes) else sorted(set(text))
         self.vocab: int | None = len(self.alphabet)
         numbers = {token: number for number, token in enumerate(self.alphabet)}
-        known = text if isinstance(text, bytes) else [numbers[token] for token in text]
-        self.tokens = torch.tensor(list(known), device="cpu")
+        codes = text if isinstance(text, bytes) else [numbers[token] for token in text]
+        self.tokens = torch.tensor(list(codes), device="cpu")
         self.rows, self.length, self.seed = rows, length, seed
-        self.starts: Tensor | None = None  # of windows to train on; None: anywhere
+        self.starts: Tensor | None = None  # start of each window to train on; None: anywhere
         self.held_out: Tensor | None = None
         if validation is not None:
-            self.starts, self.held_out = self._parted(validation)
+            self.starts, self.held_out = self._hold_out(validation)
 
     def batches(self, first: int = 0) -> Iterator[Batch]:
         number = first
@@ -71,13 +73,13 @@ class TextData:
             yield from map(self._windows, _split(self.held_out, self.rows))
 
     def unigram_entropy(self) -> float:
-        """The loss that the frequencies of single tokens allow at best, on the held-out text."""
+        """Return the entropy of single tokens in the held-out text: the best loss that their frequencies allow."""
         counts = torch.cat([target.flatten() for _, target in self.validation()]).bincount()
         shares = counts[counts > 0].double() / counts.sum()
         return -float((shares * shares.log()).sum())
 
     def text(self, tokens: Tensor) -> str:
-        """Tokens as people read them."""
+        """Return tokens as text."""
         if self.in_bytes:
             return bytes(tokens.tolist()).decode(errors="replace")
         return "".join(self.alphabet[number] for number in tokens.tolist())
@@ -86,8 +88,8 @@ class TextData:
         windows = self.tokens[starts + torch.arange(self.length + 1, device="cpu")]
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
-    def _parted(self, share: float) -> tuple[Tensor, Tensor]:
-        """Where windows to train on may start, one a row; and where those held out do, which overlap by one token."""
+    def _hold_out(self, share: float) -> tuple[Tensor, Tensor]:
+        """Return the starts of windows to train on, and those of held-out windows, which overlap by one token."""
         window = self.length + 1
         sections = max(1, min(SECTIONS, int(len(self.tokens) * share) // window))
         ends = [len(self.tokens) * number // sections for number in range(sections + 1)]
@@ -106,7 +108,7 @@ class TextData:
 
 
 class RowsData:
-    """Rows drawn from a table of them: digits, say. The share `validation`, drawn from the seed too, is held out."""
+    """Rows drawn from a table, such as digits. The share `validation`, drawn from the seed too, is held out."""
 
     vocab: int | None = None
 
@@ -117,24 +119,24 @@ class RowsData:
         self.train: Tensor | None = None  # rows to train on; None: all
         self.held_out: Tensor | None = None
         if validation is not None:
-            self.train, self.held_out = self._parted(validation)
+            self.train, self.held_out = self._hold_out(validation)
 
     def batches(self, first: int = 0) -> Iterator[Batch]:
         number = first
         while True:
             places = len(self.inputs) if self.train is None else len(self.train)
             chosen = torch.randint(places, (self.rows,), generator=_source(self.seed, number))
-            yield self._chosen(chosen if self.train is None else self.train[chosen])
+            yield self._rows(chosen if self.train is None else self.train[chosen])
             number += 1
 
     def validation(self) -> Iterator[Batch]:
         if self.held_out is not None:
-            yield from map(self._chosen, _split(self.held_out, self.rows))
+            yield from map(self._rows, _split(self.held_out, self.rows))
 
-    def _chosen(self, rows: Tensor) -> Batch:
+    def _rows(self, rows: Tensor) -> Batch:
         return self.inputs[rows], self.target[rows]
 
-    def _parted(self, share: float) -> tuple[Tensor, Tensor]:
+    def _hold_out(self, share: float) -> tuple[Tensor, Tensor]:
         count = len(self.inputs)
         held_out = round(count * share)
         if not 0 < held_out < count:
@@ -145,7 +147,7 @@ class RowsData:
 
 
 class GivenData:
-    """What the user's function gives, from its beginning again when it ends; and what another gives for validation."""
+    """The batches of a user's function, repeated without end, and those of another function for validation."""
 
     vocab: int | None = None
 
@@ -163,23 +165,23 @@ class GivenData:
 
     def _endless(self) -> Iterator[Batch]:
         while True:
-            came = 0
+            count = 0
             for pair in _iterable(self.make()):
-                came += 1
+                count += 1
                 yield _pair(pair)
-            if not came:
+            if not count:
                 raise InputError("data with at least one batch", "none", "let the function give (inputs, target)")
 
 
 def built_in_text() -> str:
-    """The manual's pages on Python that ship with it: real text, everywhere at hand."""
+    """Return the manual pages that ship with Python: real text that is always available."""
     from pydoc_data.topics import topics
 
     return "".join(topics[name] for name in sorted(topics))
 
 
 def read_text(path: str, as_bytes: bool) -> str | bytes:
-    """The user's own file."""
+    """Return the user's text file."""
     try:
         return Path(path).read_bytes() if as_bytes else Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -190,7 +192,7 @@ def read_text(path: str, as_bytes: bool) -> str | bytes:
 
 
 def digits(rows: int, seed: int, validation: float | None = None) -> RowsData:
-    """The 1797 small handwritten digits of scikit-learn: 64 numbers from 0 to 1 each, ten classes."""
+    """Return scikit-learn's 1797 small handwritten digits: 64 numbers from 0 to 1 each, in ten classes."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ModuleNotFoundError:
@@ -206,14 +208,14 @@ def _source(seed: int, number: int) -> torch.Generator:
 
 
 def _split(places: Tensor, rows: int) -> Iterator[Tensor]:
-    """So many rows at a time; the last ones may be fewer."""
+    """Split into groups of `rows`; the last may be smaller."""
     return (places[at : at + rows] for at in range(0, len(places), rows))
 
 
-def _iterable(found: Any) -> Iterable[Any]:
-    if isinstance(found, Iterable):
-        return found
-    raise InputError("data's function to give an iterable", type(found).__name__, "return a list or a loader")
+def _iterable(batches: Any) -> Iterable[Any]:
+    if isinstance(batches, Iterable):
+        return batches
+    raise InputError("data's function to give an iterable", type(batches).__name__, "return a list or a loader")
 
 
 def _pair(pair: Any) -> Batch:

@@ -1,4 +1,5 @@
-"""What a config names as `package.module:function`: found, or one message that says which part is not there."""
+"""Import the functions that a config names as `package.module:function`, or raise an error that says which part is
+missing."""
 
 from __future__ import annotations
 
@@ -15,34 +16,34 @@ from penstock.errors import FormatError
 SHAPE = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
-def named(where: str, text: str) -> Callable[..., Any]:
-    """The function of that name. `where` is the config's key."""
+def import_function(where: str, text: str) -> Callable[..., Any]:
+    """Import the function of that name. `where` is the config's key."""
     place, name = text.split(":")
     module = _module(where, place)
-    found = getattr(module, name, None)
-    if callable(found):
-        return found  # type: ignore[no-any-return]
+    function = getattr(module, name, None)
+    if callable(function):
+        return function  # type: ignore[no-any-return]
     near = get_close_matches(name, vars(module), n=1)
     advice = f"did you mean {place}:{near[0]}?" if near else f"define {name} there"
     raise FormatError(where, f"a function in {place}", f"no {name!r}", advice)
 
 
-def look_in(folder: Path) -> None:
-    """Find modules in the working directory and in this folder too: the config's, say."""
+def add_import_folders(folder: Path) -> None:
+    """Make modules of the working directory and of this folder, such as the config's, importable."""
     for place in (str(folder.resolve()), str(Path.cwd())):
         if place not in sys.path:
             sys.path.append(place)
 
 
-def called(section: str, make: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call it; arguments that it does not take are the config's fault, all else is its own."""
+def call_function(section: str, make: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call a function. Arguments that it does not take are reported as a fault of the config."""
     try:
         inspect.signature(make).bind(**arguments)
     except TypeError as error:
         name = getattr(make, "__name__", "the function")
         raise FormatError(f"{section}.arguments", f"what {name} takes", error, "correct them") from None
     except ValueError:
-        pass  # a function that does not say what it takes
+        pass  # a function without a signature
     return make(**arguments)
 
 
@@ -51,6 +52,6 @@ def _module(where: str, place: str) -> Any:
         return import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
-            raise  # the module is there, and imports something that is not
+            raise  # the module exists, but imports a missing one
         advice = "check the name; modules beside the config and in the working directory are found"
         raise FormatError(where, "a module that can be imported", repr(place), advice) from None

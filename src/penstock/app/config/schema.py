@@ -1,4 +1,4 @@
-"""The sections of a config, their keys, types and defaults; and the faults that are found in one, all at once."""
+"""The sections of a config with their keys, types and defaults; and the faults of a config, reported all at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pydantic_core import ErrorDetails
 from penstock.app.config.import_path import SHAPE
 from penstock.errors import FormatError
 
-LONGEST = 60  # signs of a value that a message repeats
+LONGEST = 60  # characters of a value that a message repeats
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A dotted key, what was expected there, what came, and what to do where that is not plain."""
+class ConfigFault:
+    """A fault: the dotted key, what was expected, what came, and what to do where that is not obvious."""
 
     path: str
     expected: str
@@ -30,31 +30,31 @@ class Fault:
 
 
 def shown(value: Any) -> str:
-    """A value as a TOML file would have it, or nearly."""
+    """Return a value approximately as a TOML file would write it, shortened."""
     if isinstance(value, bool):
         return str(value).lower()
     text = f'"{value}"' if isinstance(value, str) else str(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def unknown_key(name: str, section: str, homes: dict[str, set[str]]) -> Fault:
-    """A key that is none: with the nearest right one, or the section it belongs to."""
+def unknown_key(name: str, section: str, homes: dict[str, set[str]]) -> ConfigFault:
+    """Return the fault for an unknown key, with the most similar one or the section that it belongs to."""
     path = f"{section}.{name}" if section else name
-    do = nearest(name, homes[section])
+    do = suggestion(name, homes[section])
     home = next((home for home, keys in homes.items() if name in keys and home != section), None)
     if home is not None:
         do = f"it belongs in [{home}]" if home else f"write it as [{name}]"
-    return Fault(path, f"a key of [{section}]" if section else "a section", "an unknown one", do)
+    return ConfigFault(path, f"a key of [{section}]" if section else "a section", "an unknown one", do)
 
 
-def nearest(name: str, known: set[str]) -> str:
-    """What may have been meant."""
-    near = get_close_matches(name, sorted(known), n=1)
-    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(sorted(known))}"
+def suggestion(name: str, names: set[str]) -> str:
+    """Return a suggestion of the most similar name, or of all names."""
+    near = get_close_matches(name, sorted(names), n=1)
+    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(sorted(names))}"
 
 
-def require_none(where: str, faults: list[Fault]) -> None:
-    """One error for all faults."""
+def raise_faults(where: str, faults: list[ConfigFault]) -> None:
+    """Raise one error for all faults."""
     if len(faults) == 1:
         fault = faults[0]
         do = fault.do or "correct it"
@@ -70,48 +70,58 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a numb
 Function = Annotated[str, Field(pattern=SHAPE, description='a function, as "package.module:function"')]
 Arguments = Annotated[dict[str, Any], Field(description="a table of the function's arguments")]
 Share = Annotated[float, Field(gt=0, lt=1, description="a share above 0 and below 1")]
-Words = Annotated[str, Field(min_length=1, description="a path")]
+FilePath = Annotated[str, Field(min_length=1, description="a path")]
 
 
 class Section(BaseModel):
-    # Strict: "4" is no number. Names that begin with model_ are as good as others.
+    # Strict: "4" is no number. Names may begin with model_.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
 class GPTModel(Section):
+    """The built-in GPT."""
+
     kind: Annotated[Literal["gpt"], Field(description='"gpt", or factory = "package.module:function" in its place')]
     width: Count
     heads: Count
     layers: Count
     length: Count
     dropout: Annotated[float, Field(ge=0, lt=1, description="a share of at least 0 and below 1")] = 0.0
-    vocab: Count | None = None  # that of the data
+    vocab: Count | None = None  # default: the data's
 
 
 class GivenModel(Section):
+    """A model from a user's function."""
+
     factory: Function
     arguments: Arguments = {}
 
 
 class TextSource(Section):
+    """Text from a file, or from Python's manual."""
+
     kind: Annotated[
         Literal["text"], Field(description='"text" or "digits", or factory = "package.module:function" in its place')
     ] = "text"
     path: Annotated[str | None, Field(min_length=1, description="the path of a text file")] = None
     tokens: Annotated[Literal["characters", "bytes"], Field(description='"characters" or "bytes"')] = "characters"
-    length: Count | None = None  # that of the model
-    validation: Share | None = None  # that is held out
+    length: Count | None = None  # default: the model's
+    validation: Share | None = None  # held out
 
 
 class DigitsSource(Section):
+    """scikit-learn's handwritten digits."""
+
     kind: Literal["digits"]
     validation: Share | None = None
 
 
 class GivenSource(Section):
+    """Batches from a user's function."""
+
     factory: Function
     arguments: Arguments = {}
-    validation: Function | None = None  # that gives the held-out batches, from the same arguments
+    validation: Function | None = None  # returns the held-out batches, with the same arguments
 
 
 class PipelineSection(Section):
@@ -123,7 +133,7 @@ class PipelineSection(Section):
     cuts: Annotated[
         list[str] | None, Field(description="a list of the modules at which the second, third, ... piece begins")
     ] = None
-    plan: Words | None = None  # in place of the six above
+    plan: FilePath | None = None  # replaces the six above
     recompute: Annotated[
         Literal["never", "except-last", "always"], Field(description='"never", "except-last" or "always"')
     ] = "never"
@@ -134,12 +144,12 @@ class PipelineSection(Section):
 
 
 def as_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Lists become the tuples that torch writes them as."""
+    """Return a section's keys as arguments, with lists as the tuples that torch expects."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
 
 
-class Chosen(Section):
-    """A class of torch's by its name; every other key is an argument of it."""
+class ClassSection(Section):
+    """A class of torch by its name; every other key is an argument of it."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     name: Annotated[str, Field(description="the name of a class")]
@@ -149,9 +159,9 @@ class Chosen(Section):
         return as_arguments(self.model_extra or {})
 
 
-class OptimizerSection(Chosen):
+class OptimizerSection(ClassSection):
     name: Annotated[str, Field(description='the name of an optimizer in torch.optim, or "muon", "nesterov"')] = "AdamW"
-    scheduler: Chosen | None = None
+    scheduler: ClassSection | None = None
 
 
 class TrainingSection(Section):
@@ -166,12 +176,12 @@ class TrainingSection(Section):
     ] = "cross-entropy"
     log_every: Count = 10
     sample: Whole = 0  # tokens of text that the model writes at the end
-    plain_steps: Whole = 5  # that one plain process is timed for, to compare with
-    report: Words | None = None
-    checkpoint: Words | None = None
+    plain_steps: Whole = 5  # steps of one plain process, timed for comparison
+    report: FilePath | None = None
+    checkpoint: FilePath | None = None
     checkpoint_every: Count | None = None
-    keep: Count | None = None  # the newest checkpoints, of those of this run; all unless said
-    resume: Words | None = None  # a checkpoint, or "auto": the newest of this run, if there is one
+    keep: Count | None = None  # number of newest checkpoints to keep; default: all
+    resume: FilePath | None = None  # a checkpoint, or "auto" for the newest of this run, if there is one
 
 
 class Config(Section):
@@ -183,41 +193,41 @@ class Config(Section):
 
 
 @dataclass
-class Reading:
-    """What could be understood of a config: whole sections, single values by dotted key, and all faults."""
+class ParsedConfig:
+    """The valid parts of a config: whole sections, and single values by dotted key; and all faults."""
 
     sections: dict[str, Section] = field(default_factory=dict)
     good: dict[str, Any] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[ConfigFault] = field(default_factory=list)
 
 
-def read_sections(raw: dict[str, Any]) -> Reading:
-    """Every section by itself, so that one's faults do not hide another's."""
-    found = Reading(faults=[unknown_key(name, "", HOMES) for name in raw if name not in Config.model_fields])
+def read_sections(raw: dict[str, Any]) -> ParsedConfig:
+    """Parse every section separately, so that faults in one do not hide those in another."""
+    parsed = ParsedConfig(faults=[unknown_key(name, "", HOMES) for name in raw if name not in Config.model_fields])
     for name in Config.model_fields:
         given = raw.get(name, {})
         if not isinstance(given, dict):
-            found.faults.append(Fault(name, f"a section [{name}]", shown(given)))
+            parsed.faults.append(ConfigFault(name, f"a section [{name}]", shown(given)))
             continue
         kind, bad = _kind(name, given), set()
         try:
-            found.sections[name] = kind.model_validate(given)
+            parsed.sections[name] = kind.model_validate(given)
         except ValidationError as error:
             details = error.errors(include_url=False, include_context=False)
-            found.faults += [_fault(name, kind, detail) for detail in details]
+            parsed.faults += [_fault(name, kind, detail) for detail in details]
             bad = {str(detail["loc"][0]) for detail in details if not _lacks(detail)}
-        usual = {key: known.default for key, known in kind.model_fields.items() if not known.is_required()}
-        found.good |= {f"{name}.{key}": value for key, value in (usual | given).items() if key not in bad}
-    return found
+        usual = {key: info.default for key, info in kind.model_fields.items() if not info.is_required()}
+        parsed.good |= {f"{name}.{key}": value for key, value in (usual | given).items() if key not in bad}
+    return parsed
 
 
 def _lacks(detail: ErrorDetails) -> bool:
-    """Something within a value, the rest of which can be looked at."""
+    """Whether a key is missing within a value, the rest of which can be checked."""
     return detail["type"] == "missing" and len(detail["loc"]) > 1
 
 
 def _kind(name: str, given: dict[str, Any]) -> type[Section]:
-    """Which of its forms a section has."""
+    """Return the variant of a section."""
     if name == "model":
         return GivenModel if "factory" in given else GPTModel
     if name == "data":
@@ -227,8 +237,8 @@ def _kind(name: str, given: dict[str, Any]) -> type[Section]:
     return only
 
 
-def _fault(section: str, kind: type[Section], detail: ErrorDetails) -> Fault:
-    """One of pydantic's findings in our words."""
+def _fault(section: str, kind: type[Section], detail: ErrorDetails) -> ConfigFault:
+    """Return a pydantic error as a fault."""
     *outer, last = detail["loc"]
     path = section
     for part in detail["loc"]:
@@ -236,18 +246,18 @@ def _fault(section: str, kind: type[Section], detail: ErrorDetails) -> Fault:
     if detail["type"] == "extra_forbidden":
         return unknown_key(str(last), section, HOMES)
     if outer and kind is OptimizerSection and outer[0] == "scheduler":
-        kind, outer = Chosen, outer[1:]
+        kind, outer = ClassSection, outer[1:]
     expected = _expected(kind.model_fields[str(outer[0] if outer else last)]) or f"a section [{path}]"
     if detail["type"] == "missing":
-        return Fault(path, expected, "nothing", "add it")
-    return Fault(path, expected, shown(detail["input"]))
+        return ConfigFault(path, expected, "nothing", "add it")
+    return ConfigFault(path, expected, shown(detail["input"]))
 
 
-def _expected(known: FieldInfo) -> str | None:
-    """A field's description: its own, or that of the type it may have instead of None."""
-    if known.description:
-        return known.description
-    inner = [mark for part in get_args(known.annotation) for mark in getattr(part, "__metadata__", ())]
+def _expected(info: FieldInfo) -> str | None:
+    """Return a field's description: its own, or that of the type in a union with None."""
+    if info.description:
+        return info.description
+    inner = [mark for part in get_args(info.annotation) for mark in getattr(part, "__metadata__", ())]
     return next((mark.description for mark in inner if isinstance(mark, FieldInfo) and mark.description), None)
 
 

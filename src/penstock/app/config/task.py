@@ -1,4 +1,4 @@
-"""What a config means: the model, its data, loss and optimizer, and the Pipeline that trains it."""
+"""The task of a config: the model, its data, loss and optimizer, and the Pipeline that trains it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.app.config.data import Batch, Data, GivenData, TextData, built_in_text, digits, read_text
-from penstock.app.config.import_path import called, named
+from penstock.app.config.import_path import call_function, import_function
 from penstock.app.config.schema import Config, DigitsSource, GivenModel, GivenSource, GPTModel, PipelineSection
 from penstock.errors import FormatError
 from penstock.model import tree
@@ -22,11 +22,11 @@ from penstock.training.optimizers import OPTIMIZERS, takes_names
 from penstock.training.pipeline import Pipeline
 from penstock.training.staleness import NAMES as REMEDIES
 
-USUAL_LENGTH = 64  # of texts for a model that does not say
+USUAL_LENGTH = 64  # length of texts for a model without a length
 
 
 def cross_entropy(result: Tensor, target: Tensor) -> Tensor:
-    """Scores of classes in the last dimension, for one target a row or one a token."""
+    """Return the cross entropy of class scores in the last dimension, with one target for each row or token."""
     return F.cross_entropy(result.flatten(0, -2), target.flatten())
 
 
@@ -35,7 +35,7 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {"cross-entropy": cross_entropy, 
 
 @dataclass(frozen=True)
 class Task:
-    """A config brought to life, the same in every process that reads it; in double precision if asked."""
+    """A config's model, data and pipeline, the same in every process; in double precision if requested."""
 
     config: Config
     double: bool = False
@@ -63,9 +63,9 @@ class Task:
 
     @staticmethod
     def _given(section: GivenSource, key: str, function: str) -> Callable[[], Any]:
-        """The user's function for the data, to be called with the config's arguments."""
-        make = named(f"data.{key}", function)
-        return lambda: called("data", make, section.arguments)
+        """Return the user's data function, bound to the config's arguments."""
+        make = import_function(f"data.{key}", function)
+        return lambda: call_function("data", make, section.arguments)
 
     @property
     def _length(self) -> int:
@@ -73,17 +73,17 @@ class Task:
         return model.length if isinstance(model, GPTModel) else USUAL_LENGTH
 
     def model(self) -> nn.Module:
-        """Fresh weights, the same each time."""
+        """Return the model with its initial weights, the same each time."""
         section = self.config.model
         torch.manual_seed(self.config.pipeline.seed)
         if isinstance(section, GivenModel):
-            made = called("model", named("model.factory", section.factory), section.arguments)
-            if not isinstance(made, nn.Module):
+            built = call_function("model", import_function("model.factory", section.factory), section.arguments)
+            if not isinstance(built, nn.Module):
                 expected = "a function that makes an nn.Module"
-                raise FormatError("model.factory", expected, type(made).__name__, "return one")
-            return made.double() if self.double else made
+                raise FormatError("model.factory", expected, type(built).__name__, "return one")
+            return built.double() if self.double else built
         tokens = section.vocab or self.data.vocab
-        assert tokens is not None  # the config's rules see to it
+        assert tokens is not None  # ensured by the config's rules
         if self.data.vocab is not None and tokens < self.data.vocab:
             raise FormatError("model.vocab", f"at least the data's {self.data.vocab} tokens", tokens, "leave it out")
         given = {name: getattr(section, name) for name in ("width", "heads", "layers", "length", "dropout")}
@@ -92,19 +92,19 @@ class Task:
 
     @property
     def loss(self) -> Callable[[Any, Any], Any]:
-        asked = self.config.training.loss
-        return LOSSES[asked] if asked in LOSSES else named("training.loss", asked)
+        name = self.config.training.loss
+        return LOSSES[name] if name in LOSSES else import_function("training.loss", name)
 
     def optimizer(self, names: Sequence[str], params: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
         section = self.config.optimizer
         kind = OPTIMIZERS[section.name] if section.name in OPTIMIZERS else getattr(torch.optim, section.name)
         named = {"names": names} if takes_names(section.name) else {}
         try:
-            made: torch.optim.Optimizer = kind(params, **section.arguments, **named)
-        except ValueError as error:  # its values were looked at with the config; these weights were not
+            optimizer: torch.optim.Optimizer = kind(params, **section.arguments, **named)
+        except ValueError as error:  # the values were checked with the config, but not with these weights
             expected, came = "an optimizer that takes all weights of a stage", f"{section.name} ({error})"
             raise FormatError("optimizer.name", expected, came, self._other_optimizer) from None
-        return made
+        return optimizer
 
     @property
     def _other_optimizer(self) -> str:
@@ -119,14 +119,14 @@ class Task:
         return lambda optimizer: getattr(torch.optim.lr_scheduler, section.name)(optimizer, **section.arguments)
 
     def batches(self, first: int, count: int) -> Iterator[Batch]:
-        """So many batches, from number `first` on."""
+        """Yield `count` batches, from number `first` on."""
         source = self.data.batches(first)
         for _ in range(count):
             inputs, target = next(source)
             yield self._typed(inputs), self._typed(target)
 
     def validation(self) -> Iterator[Batch]:
-        """The held-out batches."""
+        """Yield the held-out batches."""
         for inputs, target in self.data.validation():
             yield self._typed(inputs), self._typed(target)
 
@@ -134,7 +134,7 @@ class Task:
         return tree.replace(value, lambda t: t.double() if t.is_floating_point() else t) if self.double else value
 
     def pipeline(self, optimizer: Callable[..., torch.optim.Optimizer] | None = None, verify: bool = True) -> Pipeline:
-        """The pipeline, its example one micro-batch."""
+        """Return the pipeline, with one micro-batch as its example."""
         section, (inputs, target) = self.config.pipeline, next(self.batches(0, 1))
         rows = rows_of(as_call(inputs), target)
         optional: dict[str, Any] = {} if section.timeout is None else {"timeout": section.timeout}
@@ -150,14 +150,14 @@ class Task:
             lr_scheduler=self.scheduler,
             verify=verify,
             **optional,
-            **_course(section),
+            **_schedule_options(section),
         )
 
 
-def _course(section: PipelineSection) -> dict[str, Any]:
-    """How the model is trained: the plan's file stands for all but remedies."""
+def _schedule_options(section: PipelineSection) -> dict[str, Any]:
+    """Return the arguments that choose the schedule; a plan's file replaces all but remedies."""
     if section.plan is not None:
         remedies = {name: value for name, value in section.options.items() if name in REMEDIES}
         return {"plan": section.plan, **remedies}
-    said = ("stages", "schedule", "microbatches", "cuts", "chunks")
-    return {name: getattr(section, name) for name in said} | section.options
+    names = ("stages", "schedule", "microbatches", "cuts", "chunks")
+    return {name: getattr(section, name) for name in names} | section.options

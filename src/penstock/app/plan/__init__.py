@@ -1,1 +1,1 @@
-"""`penstock plan`."""
+"""`penstock plan`: find a plan and explain it."""

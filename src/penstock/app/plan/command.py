@@ -1,4 +1,4 @@
-"""`penstock plan`: a profile and a cluster in, the plan, its predicted step and the reason out."""
+"""`penstock plan`: find a plan for a profile and a cluster, predict its step, and explain it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from penstock.planners.registry import OPTIONS, PLANNERS, find_plan
 from penstock.planners.scaled import scaled
 from penstock.schedules.registry import find
 
-NO_TIME = 1e-12  # seconds: less in all is nothing measured, and rows a second would be without end
+NO_TIME = 1e-12  # seconds: a profile with less in all has no measured times
 
 
 @named
 def read_profile(path: str | Path, samples: int | None = None) -> Profile:
-    """A profile from our JSON or from the literature's text, which does not say how many rows were measured."""
+    """Read a profile from penstock's JSON, or from PipeDream's text, which does not contain the number of rows
+    measured."""
     require_path(path)
     if Path(path).suffix != ".json":
         return read_text_profile(path, 1 if samples is None else whole("samples", samples))
     if samples is not None:
-        raise InputError("samples with a text profile alone; JSON says its own", samples, "leave it out")
+        raise InputError("samples with a text profile alone; JSON contains the number", samples, "leave it out")
     return read_json(path, "profile", Profile.from_json, "write it with `penstock profile`")
 
 
@@ -46,10 +47,10 @@ def plan(
     microbatch: int | None = None,
     **options: Any,
 ) -> Prediction:
-    """Plan by a named method and simulate the answer. `batch` and `microbatch` count rows.
+    """Plan by a named method and simulate the plan. `batch` and `microbatch` count rows.
 
-    Unless said otherwise a micro-batch is what was profiled (search may take larger ones), and a batch four of them for
-    each device.
+    By default a micro-batch is the one that was profiled (search may take larger ones), and a batch is four
+    micro-batches for each device.
     """
     _require_options(options)
     refuse_unknown("plan", options, [*parameters_of(plan), *OPTIONS])
@@ -71,36 +72,36 @@ def plan(
 
 
 def _require_options(options: dict[str, Any]) -> None:
-    """What no planner can say: how many micro-batches there are, and which schedules."""
-    ours = [name for name in ("microbatches", "judges") if name in options]
-    if ours:
-        do = "leave it out: batch and microbatch, which count rows, say how many micro-batches there are"
-        raise InputError("options of the method", ", ".join(ours), do)
+    """Refuse options that `plan` sets itself, and unknown schedules."""
+    reserved = [name for name in ("microbatches", "judges") if name in options]
+    if reserved:
+        do = "leave it out: batch and microbatch, which count rows, determine the number of micro-batches"
+        raise InputError("options of the method", ", ".join(reserved), do)
     if "schedule" in options:
         find(options["schedule"])
 
 
 def plan_all(profile: Profile, cluster: Cluster, **given: Any) -> list[Prediction | InputError]:
-    """The same by every method, in the order of the table; a refusal takes the place of a plan.
+    """Plan by every method, in the order of the table; an error takes the place of a plan.
 
-    An option goes to the methods that have it. Those whose plans are asynchronous are asked only with `allow_async`.
+    An option is passed to the methods that have it. Methods with asynchronous plans run only with `allow_async`.
     """
     own = {name for planner in PLANNERS.values() for name in planner.options}
     unknown = sorted(set(given) - own - {"batch", "microbatch"})
     if unknown:
         expected = f"batch, microbatch, or options that some method has ({', '.join(sorted(own))})"
         raise InputError(expected, ", ".join(unknown), "leave the others out")
-    found: list[Prediction | InputError] = []
+    predictions: list[Prediction | InputError] = []
     for name, planner in PLANNERS.items():
-        mine = {word: value for word, value in given.items() if word not in own or word in planner.options}
+        own_options = {word: value for word, value in given.items() if word not in own or word in planner.options}
         try:
             if planner.asynchronous and not given.get("allow_async", False):
                 expected, advice = "allow_async for a method whose plans are asynchronous", "add --allow-async"
                 raise InputError(expected, "none", f"{advice} (allow_async=True), or ask for {name} by name")
-            found.append(plan(profile, cluster, method=name, **mine))
+            predictions.append(plan(profile, cluster, method=name, **own_options))
         except InputError as error:
-            found.append(error)
-    return found
+            predictions.append(error)
+    return predictions
 
 
 def plan_command(
@@ -115,13 +116,15 @@ def plan_command(
     json_wanted: bool = False,
     **options: Any,
 ) -> str:
-    """The body of the command: what to print. `options` are the method's own; None means that it was not given."""
+    """Run the command; return the text to print. `options` are the method's own; None means that it was not given."""
     given, machines = read_profile(profile, samples), read_cluster(cluster, hosts)
-    asked = {name: value for name, value in options.items() if value is not None}
+    given_options = {name: value for name, value in options.items() if value is not None}
     if method != "all":
-        found = plan(given, machines, method=method, batch=batch, microbatch=microbatch, **asked)
-        return json.dumps(as_json(found), indent=2, allow_nan=False) if json_wanted else as_text(found)
-    every = dict(zip(PLANNERS, plan_all(given, machines, batch=batch, microbatch=microbatch, **asked), strict=True))
+        prediction = plan(given, machines, method=method, batch=batch, microbatch=microbatch, **given_options)
+        return json.dumps(as_json(prediction), indent=2, allow_nan=False) if json_wanted else as_text(prediction)
+    every = dict(
+        zip(PLANNERS, plan_all(given, machines, batch=batch, microbatch=microbatch, **given_options), strict=True)
+    )
     if json_wanted:
         return json.dumps(
             [{"method": name, "refused": str(one)} if isinstance(one, InputError) else as_json(one)

@@ -1,4 +1,4 @@
-"""Why a plan: what limits it, what moves over which links, and what each runner-up loses and where."""
+"""The explanation of a plan: its bottleneck, its traffic by link, and why each runner-up is slower."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock.planners.outcome import PlanOutcome, Runner, Searched
 from penstock.planners.prediction import Prediction
 from penstock.simulator.breakdown import breakdown
 
-MOST = 6  # runners-up that are looked into
-LARGE = 4096  # slots x micro-batches above which only their times are told
+MOST = 6  # runners-up that are explained
+LARGE = 4096  # slots x micro-batches above which only the time is given
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A plan that was not taken: how much longer it takes, as a share, and which causes that comes from."""
+class RunnerUp:
+    """A plan that was not chosen: by how much it is slower, as a share, and for which causes."""
 
     name: str
     plan: Plan
@@ -32,70 +32,72 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Bytes of one step: of one stage's output to another, each way, or of a stage's reduction on each device."""
+class Traffic:
+    """Bytes of one step: from one stage to another in each direction, or of a stage's reduction on each device."""
 
     what: str
     bytes: float
     level: str
-    seconds: float  # that the busiest link is taken
+    seconds: float  # of the busiest link
 
 
 def is_large(plan: Plan) -> bool:
     return len(plan.slots) * plan.microbatches > LARGE
 
 
-def causes(found: Prediction) -> dict[str, float]:
-    """Seconds of one step by cause."""
-    line = found.timeline
+def causes(prediction: Prediction) -> dict[str, float]:
+    """Return the seconds of one step by cause."""
+    line = prediction.timeline
     assert line.costs is not None  # a prediction has them
     batches = line.schedule.shape.batches
     return {name: part / batches for name, part in breakdown(line.schedule, line.costs).to_json().items()}
 
 
-def slower(best: Prediction, other: Prediction, name: str) -> Loss:
-    """What another plan of the same batch loses."""
+def runner_up(best: Prediction, other: Prediction, name: str) -> RunnerUp:
+    """Return how much slower another plan of the same batch is than the best."""
     scale = best.rows / other.rows
     step = other.step_seconds * scale
     parts: list[tuple[str, float]] = []
     if not is_large(other.plan):
-        ours, theirs = causes(best), causes(other)
-        shares = {cause: (theirs[cause] * scale - ours[cause]) / best.step_seconds for cause in ours}
+        best_causes, other_causes = causes(best), causes(other)
+        shares = {
+            cause: (other_causes[cause] * scale - best_causes[cause]) / best.step_seconds for cause in best_causes
+        }
         parts = sorted(shares.items(), key=lambda item: -abs(item[1]))[:2]
-    return Loss(name, other.plan, step, step / best.step_seconds - 1, tuple(parts))
+    return RunnerUp(name, other.plan, step, step / best.step_seconds - 1, tuple(parts))
 
 
-def runners_up(found: Prediction) -> list[Loss]:
-    """The best plan of every other schedule that the search has looked at."""
-    outcome = found.outcome
+def runners_up(prediction: Prediction) -> list[RunnerUp]:
+    """Return the best plan of every other schedule that the search has considered."""
+    outcome = prediction.outcome
     if not isinstance(outcome, Searched):
         return []
-    others = [runner for runner in outcome.runners if runner.plan != found.plan][:MOST]
-    return [_runner_up(found, outcome, runner) for runner in others]
+    others = [runner for runner in outcome.runners if runner.plan != prediction.plan][:MOST]
+    return [_predict_runner(prediction, outcome, runner) for runner in others]
 
 
-def _runner_up(found: Prediction, outcome: Searched, runner: Runner) -> Loss:
-    if is_large(runner.plan):  # its seconds are known, and more would not be told
-        return Loss(runner.method, runner.plan, runner.seconds, runner.seconds / outcome.seconds - 1, ())
-    other = predict(PlanOutcome("search", runner.plan, runner.profile, runner.seconds), found.cluster)
-    return slower(found, other, runner.method)
+def _predict_runner(prediction: Prediction, outcome: Searched, runner: Runner) -> RunnerUp:
+    if is_large(runner.plan):  # its seconds are known, and causes are not given
+        return RunnerUp(runner.method, runner.plan, runner.seconds, runner.seconds / outcome.seconds - 1, ())
+    other = predict(PlanOutcome("search", runner.plan, runner.profile, runner.seconds), prediction.cluster)
+    return runner_up(prediction, other, runner.method)
 
 
-def proof(found: Prediction) -> str | None:
-    """How good the search can say that its answer is."""
-    outcome = found.outcome
+def proof(prediction: Prediction) -> str | None:
+    """Return how close to optimal the search guarantees its plan to be; None for other methods."""
+    outcome = prediction.outcome
     if not isinstance(outcome, Searched):
         return None
     if outcome.exact:
-        faster = f"more than {outcome.gap:.1%} faster" if passed_over(found) else "faster"
+        faster = f"more than {outcome.gap:.1%} faster" if rejected_faster(prediction) else "faster"
         return f"all {outcome.simulated} plans of the schedules that were searched were simulated: none is {faster}"
     early = ", stopped by the time limit" if outcome.stopped else ""
     return f"no plan can be more than {outcome.gap:.1%} faster ({outcome.simulated} plans simulated{early})"
 
 
-def passed_over(found: Prediction) -> str | None:
-    """Which schedules would have been a little faster, and why they were not taken."""
-    outcome = found.outcome
+def rejected_faster(prediction: Prediction) -> str | None:
+    """Return the schedules that were slightly faster, and why they were not chosen; None if there are none."""
+    outcome = prediction.outcome
     if not isinstance(outcome, Searched):
         return None
     gains = [(runner.method, outcome.seconds / runner.seconds - 1) for runner in outcome.runners if runner.seconds]
@@ -108,19 +110,19 @@ def passed_over(found: Prediction) -> str | None:
     )
 
 
-def delay(found: Prediction) -> int:
-    """How many updates old the weights of a forward are at most; 0 for a synchronous plan."""
-    schedule, shape = found.timeline.schedule, found.timeline.schedule.shape
+def delay(prediction: Prediction) -> int:
+    """Return by how many updates the weights of a forward are stale at most; 0 for a synchronous plan."""
+    schedule, shape = prediction.timeline.schedule, prediction.timeline.schedule.shape
     op, stage, microbatch, version, *_ = schedule.rows.columns()
-    # Replicas that take turns update together, once all have had a mini-batch: a version holds as many as they are.
+    # Replicas that take turns update together, once all have had a mini-batch: a version counts one for each replica.
     per_update = shape.stage_replicas[stage] if shape.turns else 1
     late = microbatch // shape.microbatches // per_update - version
     return int(late[op == Op.F].max(initial=0))
 
 
-def asynchronous(found: Prediction) -> str | None:
-    """What a plan without a flush may cost."""
-    most = delay(found)
+def asynchronous(prediction: Prediction) -> str | None:
+    """Return a warning about stale weights for a plan without a flush; None for others."""
+    most = delay(prediction)
     if not most:
         return None
     return (
@@ -130,47 +132,48 @@ def asynchronous(found: Prediction) -> str | None:
     )
 
 
-def less_than_a_row(found: Prediction) -> str | None:
-    """Why no batch could be trained so: a planner that knows no rows splits micro-batches at will."""
-    rows, most = found.outcome.profile.samples, max(found.plan.replicas)
-    if most <= rows or found.timeline.schedule.shape.turns:
+def too_few_rows(prediction: Prediction) -> str | None:
+    """Return why no batch can be trained by the plan: planners without rows may split a micro-batch below one row. None
+    otherwise."""
+    rows, most = prediction.outcome.profile.samples, max(prediction.plan.replicas)
+    if most <= rows or prediction.timeline.schedule.shape.turns:
         return None
     return f"{most} replicas share micro-batches of {rows} row(s), less than a row each; use larger ones (--microbatch)"
 
 
-def not_yet(found: Prediction) -> str | None:
-    """Why no batch can be trained so with what training knows so far."""
-    most = max(found.plan.replicas)
+def untrainable(prediction: Prediction) -> str | None:
+    """Return why training does not support the plan yet; None if it does."""
+    most = max(prediction.plan.replicas)
     if most == 1:
         return None
     return f"a stage has {most} replicas, and training knows one so far; search with --replicas 1 plans so"
 
 
-def traffic(found: Prediction) -> list[Moved]:
-    """What moves in one step, between stages and in reductions."""
-    shape, costs, plan = found.timeline.schedule.shape, found.timeline.costs, found.plan
+def traffic(prediction: Prediction) -> list[Traffic]:
+    """Return the bytes that move in one step, between stages and in reductions."""
+    shape, costs, plan = prediction.timeline.schedule.shape, prediction.timeline.costs, prediction.plan
     assert costs is not None
-    crossing, first = found.outcome.profile.crossing(plan.cuts), shape.neighbours.edge_lane
+    crossing, first = prediction.outcome.profile.crossing(plan.cuts), shape.neighbours.edge_lane
     moved = []
     for edge, (a, b) in enumerate(shape.edges):
         size = crossing.get((a, b), 0.0) * plan.microbatches
         ends = [plan.devices[plan.placement[s]][0][0] for s in (a, b)]
         if size and ends[0] != ends[1]:
-            level = found.cluster.levels[found.cluster.meeting_level(*ends)].name
+            level = prediction.cluster.levels[prediction.cluster.meeting_level(*ends)].name
             lanes = costs.links.seconds[0, first[edge] : first[edge + 1]]
             busiest = float(lanes.max(initial=0.0)) * plan.microbatches / (max(1, len(lanes)) if shape.turns else 1)
-            moved.append(Moved(f"stage {a} to {b}, and as much back", size, level, busiest))
+            moved.append(Traffic(f"stage {a} to {b}, and as much back", size, level, busiest))
     for s, rank in enumerate(plan.placement):
         members = [slot[0] for slot in plan.devices[rank]]
         if len(members) > 1:
-            high = max(found.cluster.meeting_level(members[0], other) for other in members[1:])
+            high = max(prediction.cluster.meeting_level(members[0], other) for other in members[1:])
             rounds = len(members) if shape.turns else 1  # replicas that take turns reduce once a round
             size = 2 * (len(members) - 1) / len(members) * float(costs.footprint.gradients[s]) / rounds
             moved.append(
-                Moved(
+                Traffic(
                     f"reduction of stage {s}, each device",
                     size,
-                    found.cluster.levels[high].name,
+                    prediction.cluster.levels[high].name,
                     float(costs.reduce[s]) / rounds,
                 )
             )

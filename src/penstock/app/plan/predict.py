@@ -1,4 +1,4 @@
-"""What a plan will cost, by simulating the schedule it names on the cluster it was made for."""
+"""The predicted cost of a plan, by simulating its schedule on its cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.simulator.uneven import uneven_makespan
 
 
 def predict(outcome: PlanOutcome, cluster: Cluster) -> Prediction:
-    """Simulate one step of a synchronous plan; of an asynchronous one, enough mini-batches to tell their pace."""
+    """Simulate one step of a synchronous plan; of an asynchronous one, enough mini-batches to determine their pace."""
     plan, profile = outcome.plan, outcome.profile
     if not METHODS[plan.schedule].asynchronous:
         line = _run(plan, profile, cluster, 1)
@@ -29,7 +29,8 @@ def predict(outcome: PlanOutcome, cluster: Cluster) -> Prediction:
 
 
 def some_batches(plan: Plan) -> int:
-    """Mini-batches that fill the pipe and more: replicas that take turns need whole rounds of them."""
+    """Return a number of mini-batches that more than fill the pipeline; for replicas that take turns, a multiple of
+    their cycle."""
     if METHODS[plan.schedule].name == "2bw" or max(plan.replicas) == 1:  # each micro-batch is split over the replicas
         return 4 + -(-4 * plan.ranks // plan.microbatches)
     cycle, slots = lcm(*plan.replicas), len(plan.slots)

@@ -1,4 +1,4 @@
-"""Score many plans by simulation: a schedule is built and proven once for all cuts that it serves."""
+"""Score many plans by simulation; each schedule is built and verified once for all cuts that use it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from penstock.planners.outcome import PlanScore
 from penstock.schedules.registry import METHODS, schedule
 from penstock.simulator.simulate import clock
 
-MOST_ROWS = 8_000_000  # of all that are remembered, at about 40 bytes
+MOST_ROWS = 8_000_000  # of all cached schedules, at about 40 bytes
 
 
-class Asked(NamedTuple):
-    """All that decides a schedule."""
+class ScheduleKey(NamedTuple):
+    """Everything that determines a schedule."""
 
     name: str
     stages: int
@@ -35,40 +35,40 @@ class Asked(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
     def prove(self) -> Proven:
-        asked = self._asdict() | dict(self.options)
-        del asked["options"]
+        arguments = self._asdict() | dict(self.options)
+        del arguments["options"]
         if self.chunks == 1:
-            del asked["chunks"]
-        return prove(schedule(**asked))
+            del arguments["chunks"]
+        return prove(schedule(**arguments))
 
 
-class Proofs:
-    """Those asked for last, as many as have `most` rows together."""
+class ProofCache:
+    """The most recently used verified schedules, up to `most` rows in all."""
 
     def __init__(self, most: int = MOST_ROWS) -> None:
         self.most, self.rows = most, 0
-        self._known: dict[Asked, Proven] = {}  # the one asked for last comes last
+        self._proven: dict[ScheduleKey, Proven] = {}  # in the order of last use
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._proven)
 
-    def of(self, asked: Asked) -> Proven:
-        found = self._known.pop(asked, None)
-        if found is None:
-            found = asked.prove()
-            self.rows += len(found.schedule)
-        self._known[asked] = found
+    def get(self, key: ScheduleKey) -> Proven:
+        proven = self._proven.pop(key, None)
+        if proven is None:
+            proven = key.prove()
+            self.rows += len(proven.schedule)
+        self._proven[key] = proven
         while self.rows > self.most:
-            oldest = next(iter(self._known))
-            self.rows -= len(self._known.pop(oldest).schedule)
-        return found
+            oldest = next(iter(self._proven))
+            self.rows -= len(self._proven.pop(oldest).schedule)
+        return proven
 
 
 class Scorer:
-    """Scores plans for one cluster, with the replicas of a rank as one slot where they all do the same."""
+    """A scorer of plans for one cluster. Identical replicas of a rank are simulated as one slot."""
 
     def __init__(self, cluster: Cluster, folding: bool = True) -> None:
-        self.cluster, self.folding, self.proofs = cluster, folding, Proofs()
+        self.cluster, self.folding, self.proofs = cluster, folding, ProofCache()
 
     def __call__(self, plan: Plan, profile: Profile) -> PlanScore:
         turns = METHODS[plan.schedule].asynchronous and plan.schedule != "2bw"
@@ -78,7 +78,7 @@ class Scorer:
         if len(lines) > 1:
             seconds = (lines[1].makespan - seconds) / (len_of(lines[1]) - len_of(lines[0]))
         longest, costs = lines[-1].schedule, lines[-1].costs
-        assert costs is not None  # the clock was given some
+        assert costs is not None  # costs were given to the clock
         held = peaks(longest, costs)
         ranks = [min(self.cluster.devices[d].memory for slot in rank for d in slot) for rank in plan.devices]
         rooms = np.array(ranks)[longest.shape.slot_rank]
@@ -94,8 +94,10 @@ class Scorer:
         chain = {(s, s + 1) for s in range(len(plan.stages) - 1)}
         edges = tuple(sorted(chain | set(profile.crossing(plan.cuts))))
         replicas = plan.replicas if whole else collapse_replicas(plan).replicas
-        asked = Asked(plan.schedule, plan.ranks, plan.microbatches, batches, replicas, edges, plan.chunks, plan.options)
-        proven = self.proofs.of(asked)
+        key = ScheduleKey(
+            plan.schedule, plan.ranks, plan.microbatches, batches, replicas, edges, plan.chunks, plan.options
+        )
+        proven = self.proofs.get(key)
         shape = proven.schedule.shape
         if whole:
             return clock(proven, plan_costs(shape, profile, plan, self.cluster))

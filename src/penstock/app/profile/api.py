@@ -1,4 +1,4 @@
-"""`penstock.profile`: what a user asks of a measurement, understood."""
+"""`penstock.profile`: check a user's arguments and measure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from penstock.model.loss import Loss, read_loss
 from penstock.model.materialise import is_weightless
 from penstock.model.stage import Settings
 from penstock.profiler.bench import Batch
-from penstock.profiler.measure import Measured, Wish, measure
-from penstock.profiler.sampling import Company, Show, unseen
-from penstock.training.options import home_of, read_precision, require_plain_loss
+from penstock.profiler.measure import MeasuredProfile, MeasureOptions, measure
+from penstock.profiler.sampling import Peers, Show, no_progress
+from penstock.training.option_checks import autocast_of, check_loss, home_of
 from penstock.training.stage_optimizers import made
 
-MOST_THREADS = 1024  # torch dies where the system cannot give it as many as it was told to take
+MOST_THREADS = 1024  # torch crashes where the system cannot start as many threads as it is set to
 LossFunction = Callable[[Any, Any], Any]
 Optimizer = Callable[..., torch.optim.Optimizer]
 
@@ -43,19 +43,18 @@ def profile(
     threads: int = 1,
     seed: int = 0,
 ) -> Profile:
-    """Measure every layer of a model here and now, for micro-batches like `example`.
+    """Measure every layer of a model on this machine, for micro-batches like `example`.
 
     `loss(result, target)`, `optimizer` and `precision` are a Pipeline's; without an optimizer, updates cost nothing.
-    `microbatches` is how many there are to a mini-batch. The model, its gradients and the random state are left as they
-    were.
+    `microbatches` is the number in a mini-batch. The model, its gradients and the random state are left unchanged.
     """
-    return profiled(
+    return measure_profile(
         model, example, target, loss=loss, optimizer=optimizer, precision=precision, microbatches=microbatches,
         repetitions=repetitions, threads=threads, seed=seed,
     ).profile  # fmt: skip
 
 
-def profiled(
+def measure_profile(
     model: nn.Module,
     example: Any,
     target: Any,
@@ -67,30 +66,31 @@ def profiled(
     repetitions: int,
     threads: int,
     seed: int,
-    company: Company | None = None,
-    show: Show = unseen,
-) -> Measured:
-    """The same with all that is to be said of it; `company` are processes that measure at the same time."""
-    loss = _required(model, loss)
+    peers: Peers | None = None,
+    show: Show = no_progress,
+) -> MeasuredProfile:
+    """Measure a profile, and return it with the details of the measurement; `peers` are processes that measure at the
+    same time."""
+    loss = _require_loss(model, loss)
     device = home_of(model)
     require_device((example, target), device)
     args, kwargs = as_call(example)
     rows = rows_of((args, kwargs), target)
-    batch = Batch(args, kwargs, rows, _Scored(loss, target, rows), whole("microbatches", microbatches))
-    wish = Wish(
-        Settings(device, seed, autocast=read_precision(precision, device)),
+    batch = Batch(args, kwargs, rows, _BatchLoss(loss, target, rows), whole("microbatches", microbatches))
+    options = MeasureOptions(
+        Settings(device, seed, autocast=autocast_of(precision, device)),
         None if optimizer is None else partial(made, optimizer),
         whole("repetitions", repetitions),
         whole("threads", threads, most=MOST_THREADS),
-        company or Company(),
+        peers or Peers(),
         show,
     )
-    return measure(model, batch, wish)
+    return measure(model, batch, options)
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """Turns the model's result into a loss."""
+class _BatchLoss:
+    """The loss of a model's result."""
 
     loss: LossFunction
     target: Any
@@ -100,12 +100,12 @@ class _Scored:
         return read_loss(self.loss(result, self.target), self.rows)
 
 
-def _required(model: Any, loss: LossFunction | None) -> LossFunction:
+def _require_loss(model: Any, loss: LossFunction | None) -> LossFunction:
     if not isinstance(model, nn.Module):
         raise InputError("an nn.Module", repr(model)[:60], "give the model first")
     if loss is None:
         raise InputError("a loss, from which backwards start", "none", "give loss=, a function of result and target")
-    require_plain_loss(loss)
+    check_loss(loss)
     if is_weightless(model):
         raise InputError("a model with weights, as it is to run", "a weightless one", "estimate it instead")
     return loss

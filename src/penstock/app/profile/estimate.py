@@ -24,8 +24,8 @@ from penstock.model.stage import Settings
 from penstock.profiler.bench import Batch
 from penstock.profiler.calibration import read_machine
 from penstock.profiler.devices import Machine
-from penstock.profiler.estimate import Estimate, estimated
-from penstock.training.options import read_precision
+from penstock.profiler.estimate import Estimate, estimate_profile
+from penstock.training.option_checks import autocast_of
 from penstock.training.stage_optimizers import made
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -43,11 +43,11 @@ def estimate(
     precision: str | None = None,
     calibration: str | Path | None = None,
 ) -> Profile:
-    """The profile that a micro-batch like `example` would have on a device such as "h100".
+    """Estimate the profile of a micro-batch like `example` on a device such as "h100".
 
     The model needs no weights (it may be built under `penstock.model.materialise.weightless()`), and none are touched.
-    `loss(result, target)`, `optimizer` and `precision` are a Pipeline's; what is not given costs nothing. A calibration
-    file corrects what is known of the device.
+    `loss(result, target)`, `optimizer` and `precision` are a Pipeline's; those that are not given cost nothing. A
+    calibration file corrects the figures of the device.
     """
     machine = read_machine(device, calibration)
     return estimate_of(model, example, target, machine, loss=loss, optimizer=optimizer, precision=precision).profile
@@ -63,7 +63,7 @@ def estimate_of(
     optimizer: Callable[..., torch.optim.Optimizer] | None,
     precision: str | None,
 ) -> Estimate:
-    """The same with all that went into it."""
+    """Estimate a profile, and return it with the details of the estimate."""
     if not isinstance(model, nn.Module):
         raise InputError("an nn.Module", repr(model)[:60], "give the model first")
     if precision not in (None, *PRECISIONS):
@@ -74,21 +74,21 @@ def estimate_of(
     def finish(result: Any) -> Loss:
         return as_loss(result) if loss is None else read_loss(loss(result, target), rows)
 
-    autocast = read_precision(None if precision == "fp32" else precision, HOME)
+    autocast = autocast_of(None if precision == "fp32" else precision, HOME)
     make = None if optimizer is None else partial(made, optimizer)
-    return estimated(model, Batch(args, kwargs, rows, finish), machine, Settings(HOME, autocast=autocast), make)
+    return estimate_profile(model, Batch(args, kwargs, rows, finish), machine, Settings(HOME, autocast=autocast), make)
 
 
 def as_loss(result: Any) -> Loss:
-    """Where nobody gives a loss: a gradient for all that the model returns."""
-    wanted = [tensor for tensor in tree.tensors(result) if tensor.requires_grad]
-    return Loss(wanted[0] if len(wanted) == 1 else sum((t.sum() for t in wanted), torch.zeros(())), 1.0)
+    """Return a loss with a gradient for all that the model returns, where no loss is given."""
+    results = [tensor for tensor in tree.tensors(result) if tensor.requires_grad]
+    return Loss(results[0] if len(results) == 1 else sum((t.sum() for t in results), torch.zeros(())), 1.0)
 
 
 def estimate_config(
     config: str | Path, device: str | None, precision: str | None = None, calibration: str | Path | None = None
 ) -> Estimate:
-    """One micro-batch of a config, with its loss and optimizer; its model gets no weights."""
+    """Estimate one micro-batch of a config, with its loss and optimizer; its model gets no weights."""
     machine, task = read_machine(device, calibration), Request(str(config)).task()
     inputs, target = next(task.batches(0, 1))
     rows = rows_of(as_call(inputs), target)
@@ -104,29 +104,34 @@ def _built(task: Task) -> nn.Module:
         with weightless():
             return task.model()
     except (RuntimeError, NotImplementedError) as error:
-        said = str(error).partition("\n")[0]
-        advice = "let the factory make the model, and leave the numbers in it alone"
-        raise FormatError("model", "a model that can be made without its weights", said, advice) from error
+        reason = str(error).partition("\n")[0]
+        advice = "let the factory build the model without reading its numbers"
+        raise FormatError("model", "a model that can be made without its weights", reason, advice) from error
 
 
-def as_json(found: Estimate) -> dict[str, Any]:
-    """The profile, which `penstock plan` reads, and totals."""
-    totals = {"parameters": found.parameters, "flops": found.flops, "seconds": found.seconds, "tflops": _tflops(found)}
-    return {**found.profile.to_json(), **totals}
+def as_json(result: Estimate) -> dict[str, Any]:
+    """Return the profile, which `penstock plan` reads, and totals."""
+    totals = {
+        "parameters": result.parameters,
+        "flops": result.flops,
+        "seconds": result.seconds,
+        "tflops": _tflops(result),
+    }
+    return {**result.profile.to_json(), **totals}
 
 
-def said(found: Estimate) -> Iterator[str]:
-    """What a table of the layers does not say."""
-    if found.whole is not None:
-        yield f"one layer, as the model cannot be cut: {found.whole}"
-    spent = f"{found.flops / 1e12:.4g} TFLOP in {found.seconds * 1e3:.4g} ms, {_tflops(found):.4g} TFLOP/s"
-    yield f"{found.parameters:,} parameters; forward and backward {spent}"
-    layers, room = found.profile.layers, found.machine.memory
-    twice = sum(2 * layer.parameter_bytes + layer.buffer_bytes + layer.optimizer_bytes for layer in layers)
-    needed = (twice + sum(layer.kept_bytes for layer in layers)) / 1e9
-    limit = "" if room == float("inf") else f"; {found.machine.kind} has {room / 1e9:.4g}"
+def notes(result: Estimate) -> Iterator[str]:
+    """Yield the lines that complete the table of layers."""
+    if result.whole is not None:
+        yield f"one layer, as the model cannot be cut: {result.whole}"
+    spent = f"{result.flops / 1e12:.4g} TFLOP in {result.seconds * 1e3:.4g} ms, {_tflops(result):.4g} TFLOP/s"
+    yield f"{result.parameters:,} parameters; forward and backward {spent}"
+    layers, room = result.profile.layers, result.machine.memory
+    standing = sum(2 * layer.parameter_bytes + layer.buffer_bytes + layer.optimizer_bytes for layer in layers)
+    needed = (standing + sum(layer.kept_bytes for layer in layers)) / 1e9
+    limit = "" if room == float("inf") else f"; {result.machine.kind} has {room / 1e9:.4g}"
     yield f"all of it on one device would need {needed:.4g} GB, with gradients and one micro-batch{limit}"
 
 
-def _tflops(found: Estimate) -> float:
-    return found.flops / found.seconds / 1e12 if found.seconds else 0.0
+def _tflops(result: Estimate) -> float:
+    return result.flops / result.seconds / 1e12 if result.seconds else 0.0

@@ -1,4 +1,4 @@
-"""A profile for people: a table of its layers, and how far it can be trusted."""
+"""A profile as a table of its layers, with notes on how reliable it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from penstock.core.profile import Layer, Profile
-from penstock.profiler.measure import Measured
+from penstock.profiler.measure import MeasuredProfile
 from penstock.reports.describe import seconds
 
 TIMES = ("F", "B", "I", "W", "U")  # forward, backward, its two halves, update
@@ -24,14 +24,14 @@ def table(profile: Profile) -> Table:
     spread = ("±",) if measured else ()
     heads = ("layer", *(f"{name}\n{time}" for name in TIMES), *spread, *(f"{name}\n{size}" for name in SIZES))
     title = f"a micro-batch of {profile.samples} rows on {profile.device}"
-    found = Table(*heads, title=title, box=None, padding=(0, 0, 0, 1))
-    found.columns[0].min_width = 8
-    for column in found.columns[1:]:
+    layer_table = Table(*heads, title=title, box=None, padding=(0, 0, 0, 1))
+    layer_table.columns[0].min_width = 8
+    for column in layer_table.columns[1:]:
         column.justify = "right"
     for layer, spent, held in zip(profile.layers, times, sizes, strict=True):
         shown = [f"{value / second:.2f}" for value in spent], [f"{value / byte:.2f}" for value in held]
-        found.add_row(layer.name, *shown[0], *([f"{layer.spread:.0%}"] if measured else []), *shown[1])
-    return found
+        layer_table.add_row(layer.name, *shown[0], *([f"{layer.spread:.0%}"] if measured else []), *shown[1])
+    return layer_table
 
 
 def _times(layer: Layer) -> tuple[float, ...]:
@@ -44,19 +44,19 @@ def _sizes(layer: Layer) -> tuple[float, ...]:
 
 
 def _unit(units: tuple[tuple[str, float], ...], largest: float) -> tuple[str, float]:
-    """The largest in which the largest number is no fraction."""
+    """Return the largest unit in which the largest number is at least 1."""
     return next((unit for unit in units if largest >= unit[1]), units[-1])
 
 
-def said(found: Measured) -> Iterator[str]:
-    """What the table does not say."""
-    profile, own = found.profile, found.profile.per_stage
-    if found.whole is not None:
-        yield f"one layer, as the model cannot be cut: {found.whole}"
+def notes(measured: MeasuredProfile) -> Iterator[str]:
+    """Yield the lines that complete the table."""
+    profile, own = measured.profile, measured.profile.per_stage
+    if measured.whole is not None:
+        yield f"one layer, as the model cannot be cut: {measured.whole}"
     beside = f"{seconds(own.forward)} forward, {seconds(own.backward)} backward, {seconds(own.update)} update"
     yield f"a stage takes for itself, beside its layers: {beside}"
-    company = f", {profile.busy} processes at a time" if profile.busy > 1 else ""
-    loud = f"{found.taken - found.quiet} of {found.taken} taken were disturbed by other processes"
-    yield f"from the middle half of {profile.repetitions} samples{company}; {loud}"
+    peers = f", {profile.busy} processes at a time" if profile.busy > 1 else ""
+    disturbed = f"{measured.taken - measured.quiet} of {measured.taken} taken were disturbed by other processes"
+    yield f"from the middle half of {profile.repetitions} samples{peers}; {disturbed}"
     if profile.disturbed:
         yield f"NOISY: {profile.disturbed} disturbed samples had to be used; measure again when the machine is quiet"

@@ -1,57 +1,60 @@
-"""Checkpoints of a run from a config: every so many steps, and at the end."""
+"""Checkpoints of a run from a config, at intervals and at the end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.comm.watch.stderr import say
+from penstock.comm.watch.stderr import write_stderr
 from penstock.errors import InputError
 from penstock.training.checkpoint.kept_steps import NAME, is_due, remove_old
 from penstock.training.pipeline import Pipeline
 
 
 @dataclass
-class Keep:
-    """Writes them when it is time to. One that cannot be written is reported, and the training goes on.
+class PeriodicCheckpoints:
+    """The checkpoints of a run. One that cannot be written is reported, and the training goes on.
 
-    A save drains the pipe, so without a flush more steps are behind it than have been told: it is named for those.
+    A save drains the pipeline, so without a flush more steps are done than the loop has yielded: the checkpoint is
+    named after them.
     """
 
     pipe: Pipeline
     path: str | None
     every: int | None
     steps: int
-    keep: int | None = None  # how many of the newest; all unless said
-    seen: int = -1  # the step at which one was last due
-    last: str | None = None  # that was written
+    keep: int | None = None  # number of newest checkpoints to keep; default: all
+    due_at: int = -1  # the step of the last checkpoint
+    last: str | None = None  # path of the last one written
     failed: list[str] = field(default_factory=list)
 
     def require_room(self) -> None:
-        """Before the first step: a directory that can be written to, with nothing where checkpoints will come."""
+        """Raise, before the first step, if the directory is not writable or already holds checkpoints of later
+        steps."""
         if self.path is not None:
             from penstock.training.checkpoint import (
-                save_load,  # not at the top: torch's part of it takes long to import
+                save_load,  # imported here, as torch's checkpoint module loads slowly
             )
 
             save_load.require_room(self.pipe, self.path, self._will_write)
 
     def after(self, done: int) -> None:
+        """Write a checkpoint if one is due after `done` steps."""
         if self.path is None or not self._due(done):
             return
         self.pipe.settle()
-        if self.seen != self.pipe.index:
-            self.seen = self.pipe.index
-            self._save(str(Path(self.path) / NAME.format(self.seen)))
+        if self.due_at != self.pipe.index:
+            self.due_at = self.pipe.index
+            self._save(str(Path(self.path) / NAME.format(self.due_at)))
 
     def _save(self, path: str) -> None:
         try:
             self.pipe.save(path)
-        except InputError as error:  # the same on all ranks, which are all as they were
+        except InputError as error:  # the same on all ranks, whose state is unchanged
             self.failed.append(path)
             if self.pipe.crew.world.rank == 0:
                 last = f"the last one is {self.last}" if self.last else "there is none of this run yet"
-                say(f"penstock: no checkpoint after step {self.seen}: {error}; {last}\n")
+                write_stderr(f"penstock: no checkpoint after step {self.due_at}: {error}; {last}\n")
         else:
             self.last = path
             if self.keep is not None and self.pipe.crew.world.rank == 0:
@@ -61,7 +64,7 @@ class Keep:
         return is_due(done, self.steps, self.every)
 
     def _will_write(self, name: str) -> bool:
-        """Without a flush it is not known which steps there will be one of."""
+        """Whether this run may write a checkpoint of that name. Without a flush, any step may be one."""
         number = name.removeprefix("step-")
         if number == name or not number.isdecimal() or not self.pipe.index < int(number) <= self.steps:
             return False

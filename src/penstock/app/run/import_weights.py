@@ -1,17 +1,17 @@
-"""`penstock import`: what each worker runs to make a checkpoint of a config's pipeline with weights from a file."""
+"""`penstock import`: make a checkpoint of a config's pipeline with weights from a file; run by each worker."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.app.run.request import Request, as_worker, rank
+from penstock.app.run.request import Request, rank, run_worker
 from penstock.training.checkpoint.atomic import require_nothing_at
 
 
 def import_run(request: Request) -> int:
-    """Take the weights and write a checkpoint, from which a training begins; on the first rank say so."""
+    """Import the weights and write a checkpoint from which a training can start."""
     weights, path = request.flags["weights"], request.flags["checkpoint"]
-    require_nothing_at(Path(path).absolute())  # before anything long begins
+    require_nothing_at(Path(path).absolute())  # before any long work
     pipe = request.task().pipeline(verify=False)
     pipe.import_weights(weights)
     pipe.save(path)
@@ -21,4 +21,4 @@ def import_run(request: Request) -> int:
 
 
 if __name__ == "__main__":
-    as_worker(import_run)
+    run_worker(import_run)

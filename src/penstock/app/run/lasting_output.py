@@ -1,7 +1,5 @@
-"""What a long run says: lost, in the end, if nobody can take it, and the run goes on.
-
-A pipe whose reader has left, or a file on a disk that is full, must not cost hours of training.
-"""
+"""Output of a long run that may fail without ending the run: a closed pipe or a full disk must not cost hours of
+training."""
 
 from __future__ import annotations
 
@@ -10,11 +8,11 @@ import os
 from contextlib import suppress
 from typing import TextIO, cast
 
-from penstock.comm.watch.stderr import say
+from penstock.comm.watch.stderr import write_stderr
 
 
 class LastingOutput(io.TextIOBase):
-    """A stream that may fail once: it is then said on standard error, and everything after it goes nowhere."""
+    """A stream that may fail. The first failure is reported on standard error; later output is discarded."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self.stream, self.name = stream, name
@@ -49,13 +47,16 @@ class LastingOutput(io.TextIOBase):
     def _fail(self, error: OSError) -> None:
         self.failed = True
         discard(self.stream)
-        say(f"penstock: {self.name} cannot be written to ({error.strerror}); the training goes on without it\n")
+        write_stderr(
+            f"penstock: {self.name} cannot be written to ({error.strerror}); the training goes on without it\n"
+        )
 
 
 def discard(stream: TextIO) -> None:
-    """Send what a stream still holds, and all that follows, nowhere: else the end of the process tries it once more."""
-    with suppress(OSError, ValueError):  # of no file
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+    """Redirect a stream to the null device, with its buffered output, so that the process does not fail to flush it at
+    its end."""
+    with suppress(OSError, ValueError):  # a stream without a file
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
         stream.flush()

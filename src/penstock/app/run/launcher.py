@@ -1,9 +1,9 @@
-"""Start the ranks of a run as processes of this host, and see to it that they end together.
+"""Start the ranks of a run as processes of this host, and end them together.
 
-The environment is that of torchrun. The store is on a loopback port that the launcher took beforehand, in a process of
-its own: torch has it, and takes seconds to load, in which a process hears no signal. The launcher has made the page on
-which each rank says what it does: what a rank was doing can be told even if none is left. A worker asks the kernel to
-die with the launcher before it becomes the command.
+The environment is that of torchrun. The store listens on a loopback port that the launcher has opened. It runs in a
+process of its own, because torch takes seconds to load, during which a process handles no signal. The launcher creates
+the status page of each rank, so that it can report what a rank was doing after all have ended. A worker asks the kernel
+to end it with the launcher before it executes the command.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from penstock.app.run import socket_folders
 from penstock.comm.transport.shared.mapping import available
 from penstock.comm.watch import status
 from penstock.comm.watch.report import Failure
-from penstock.comm.watch.status import Nameless, Page, Slot, State
+from penstock.comm.watch.status import PageField, RankState, SharedFile, StatusPageReader
 from penstock.errors import InputError
 
-# argv: address, port, and the descriptor of the socket that listens there. It ends when the launcher closes its input.
-HOLD = """
+# argv: address, port, and the descriptor of the listening socket. It ends when the launcher closes its input.
+STORE_SERVER = """
 import os, sys
 from torch._C._distributed_c10d import TCPStore
 address, port, fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -43,13 +43,15 @@ os._exit(0)
 
 
 @contextmanager
-def holding_store(listener: socket.socket) -> Iterator[None]:
-    """The store at a socket that listens. Ranks start meanwhile: what they ask waits there until torch is loaded."""
+def store_server(listener: socket.socket) -> Iterator[None]:
+    """Run the store on a listening socket. Ranks may start before it is ready: their connections wait in the socket."""
     address, port = listener.getsockname()[:2]
-    words = [sys.executable, "-c", HOLD, address, str(port), str(listener.fileno())]
+    arguments = [sys.executable, "-c", STORE_SERVER, address, str(port), str(listener.fileno())]
     fds = (listener.fileno(),)
-    # A process group of its own: Ctrl-C is the launcher's to hear.
-    holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=fds, process_group=0)
+    # In its own process group, so that Ctrl-C reaches the launcher alone.
+    holder = subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=fds, process_group=0
+    )
     listener.close()
     try:
         yield
@@ -58,16 +60,16 @@ def holding_store(listener: socket.socket) -> Iterator[None]:
         holder.communicate()
 
 
-GRACE = 4.4  # seconds that the others have to end by themselves after the first has failed: all are to end within five
+GRACE = 4.4  # seconds within which the others have to end after the first failure, so that all end within five
 HASTE = 3.5  # the same after Ctrl-C
 TICK = 100  # milliseconds
 LOOPBACK = "127.0.0.1"
-LIGHTEST = 64 << 20  # bytes of its own that a worker takes at the very least; with torch it is more than twice that
+LIGHTEST = 64 << 20  # bytes that a worker needs at least; more than twice that with torch
 
-# argv: the launcher's process number, then the command. Python ignores two signals that the command must not.
-BECOME = """
+# argv: the launcher's process ID, then the command. Python ignores two signals, whose default action is restored.
+EXEC = """
 import ctypes, os, signal, sys
-ask = getattr(ctypes.CDLL(None), "prctl", None)  # elsewhere than on Linux, the ranks look after it themselves
+ask = getattr(ctypes.CDLL(None), "prctl", None)  # None except on Linux: there the ranks poll
 if ask is not None:
     ask(1, int(signal.SIGKILL), 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
@@ -79,32 +81,33 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 @dataclass
-class Crew:
-    """The workers that were started; `codes` of those that have ended, in the order in which they did."""
+class WorkerProcesses:
+    """The workers that were started; `codes` of those that have ended, in that order."""
 
-    boards: list[Nameless] = field(default_factory=list)
-    pages: list[Page] = field(default_factory=list)  # the same, to read
+    status_files: list[SharedFile] = field(default_factory=list)
+    pages: list[StatusPageReader] = field(default_factory=list)  # readers of the status files
     workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
-    signals: list[int] = field(default_factory=list)  # that came to the launcher
+    signals: list[int] = field(default_factory=list)  # received by the launcher
     killed: set[int] = field(default_factory=set)  # by the launcher
-    folders: set[Path] = field(default_factory=set)  # of processes that it has sent signals
+    folders: set[Path] = field(default_factory=set)  # socket directories of processes that were sent signals
 
     def send(self, number: int) -> None:
-        """To every worker that runs, and to what it has started."""
+        """Send a signal to every running worker and its child processes."""
         for rank in range(len(self.workers)):
             if rank not in self.codes:
                 self._signal(rank, number)
 
-    def end_those_not_joined(self) -> None:
-        """After a failure: ranks that have not met the others cannot hear of it from them."""
+    def end_unjoined(self) -> None:
+        """After a failure, end the ranks that have not joined yet, and notify those that are joining: other ranks
+        cannot."""
         lost = next(rank for rank, code in self.codes.items() if code)
         for rank, page in enumerate(self.pages):
             if rank not in self.codes and page.blank:
                 self.killed.add(rank)
                 self._signal(rank, signal.SIGTERM)
             elif rank not in self.codes:
-                os.pwrite(self.boards[rank].fd, (lost + 1).to_bytes(8, sys.byteorder), 8 * Slot.GONE)
+                os.pwrite(self.status_files[rank].fd, (lost + 1).to_bytes(8, sys.byteorder), 8 * PageField.GONE)
 
     def _signal(self, rank: int, number: int) -> None:
         group = self.workers[rank].pid
@@ -115,37 +118,39 @@ class Crew:
             os.killpg(group, number)
 
     def close(self) -> None:
-        for file, page in zip(self.boards, self.pages, strict=True):
-            file.take_name()
+        for file, page in zip(self.status_files, self.pages, strict=True):
+            file.unlink()
             os.close(file.fd)
             os.close(page.fd)
         socket_folders.remove(self.folders)
 
 
-def launch(command: list[str], workers: int, words: TextIO | None = None) -> int:
-    """Run `command` as that many ranks. Returns 0, or the code of the rank that failed first (128 + signal).
+def launch(command: list[str], workers: int, output: TextIO | None = None) -> int:
+    """Run `command` as that many ranks. Return 0, or the exit code of the rank that failed first (128 + signal).
 
-    `words` is a file for what the ranks say, and for what is said of them; else it goes where this process's does.
+    `output` is a file for the output of the ranks and the launcher; by default this process's standard streams.
     """
     _require(command, workers)
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-    port, crew = int(listener.getsockname()[1]), Crew()
+    port, processes = int(listener.getsockname()[1]), WorkerProcesses()
     try:
         for rank in range(workers):
-            crew.boards.append(status.create_page(rank))
-            crew.pages.append(Page(crew.boards[rank].fd))
-        with _passing_on(crew), holding_store(listener):
+            processes.status_files.append(status.create_page(rank))
+            processes.pages.append(StatusPageReader(processes.status_files[rank].fd))
+        with _forward_signals(processes), store_server(listener):
             try:
                 for rank in range(workers):
-                    crew.workers.append(_start(command, rank, workers, port, crew.boards[rank].path, words))
-                _wait(crew)
+                    processes.workers.append(
+                        _start(command, rank, workers, port, processes.status_files[rank].path, output)
+                    )
+                _wait(processes)
             finally:
-                crew.send(signal.SIGKILL)
-                for worker in crew.workers:
+                processes.send(signal.SIGKILL)
+                for worker in processes.workers:
                     worker.wait()
-        return _outcome(crew, words or sys.stderr)
+        return _outcome(processes, output or sys.stderr)
     finally:
-        crew.close()
+        processes.close()
 
 
 def _require(command: list[str], workers: int) -> None:
@@ -159,7 +164,7 @@ def _require(command: list[str], workers: int) -> None:
 
 
 def _start(
-    command: list[str], rank: int, size: int, port: int, page: str, words: TextIO | None
+    command: list[str], rank: int, size: int, port: int, page: str, output: TextIO | None
 ) -> subprocess.Popen[bytes]:
     env = {
         "OMP_NUM_THREADS": "1",  # the ranks share the cores
@@ -176,18 +181,18 @@ def _start(
         status.VARIABLE: page,
     }
     env.pop("TORCHELASTIC_RUN_ID", None)
-    born = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), *command]
-    # A process group of its own: Ctrl-C then comes to the launcher alone, which passes it on once.
-    return subprocess.Popen(born, env=env, stdin=subprocess.DEVNULL, stdout=words, stderr=words, process_group=0)
+    arguments = [sys.executable, "-I", "-S", "-c", EXEC, str(os.getpid()), *command]
+    # In its own process group: Ctrl-C reaches the launcher alone, which forwards it once.
+    return subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
 
 
 @contextmanager
-def _passing_on(crew: Crew) -> Iterator[None]:
-    """Signals that end the launcher end its workers: once as they came, then without asking."""
+def _forward_signals(processes: WorkerProcesses) -> Iterator[None]:
+    """Forward the first signal that ends the launcher to its workers; a second one kills them."""
 
     def handler(number: int, frame: FrameType | None) -> None:
-        crew.signals.append(number)
-        crew.send(number if len(crew.signals) == 1 else signal.SIGKILL)
+        processes.signals.append(number)
+        processes.send(number if len(processes.signals) == 1 else signal.SIGKILL)
 
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -201,21 +206,21 @@ def _passing_on(crew: Crew) -> Iterator[None]:
             signal.signal(number, old)
 
 
-def _wait(crew: Crew) -> None:
-    """Until all have ended, or the time is over that is left to them after the first failure."""
-    ends, until = _Ends(crew.workers), None
-    while len(crew.codes) < len(crew.workers) and (until is None or monotonic() < until):
+def _wait(processes: WorkerProcesses) -> None:
+    """Wait until all workers have ended, or the time after the first failure is over."""
+    ends, until = _Ends(processes.workers), None
+    while len(processes.codes) < len(processes.workers) and (until is None or monotonic() < until):
         for rank in ends.wait():
-            crew.codes[rank] = _bury(crew, rank)
-        if until is None and (crew.signals or any(crew.codes.values())):
-            until = monotonic() + (HASTE if crew.signals else GRACE)
-            if not crew.signals:
-                crew.end_those_not_joined()
+            processes.codes[rank] = _reap(processes, rank)
+        if until is None and (processes.signals or any(processes.codes.values())):
+            until = monotonic() + (HASTE if processes.signals else GRACE)
+            if not processes.signals:
+                processes.end_unjoined()
     ends.close()
 
 
 class _Ends:
-    """Which workers have ended: as the kernel tells at once, or elsewhere as they are asked ten times a second."""
+    """Detection of ended workers: notified by the kernel, or polled ten times a second."""
 
     def __init__(self, workers: list[subprocess.Popen[bytes]]) -> None:
         self.left = dict(enumerate(workers))
@@ -227,7 +232,7 @@ class _Ends:
             self.poll.register(fd, select.POLLIN)
 
     def wait(self) -> list[int]:
-        """Those that have ended since the last question; after a tick none."""
+        """Return the workers that have ended since the last call, after at most one tick."""
         ready = [fd for fd, _ in self.poll.poll(TICK)]
         for fd in ready:
             self.poll.unregister(fd)
@@ -243,63 +248,66 @@ class _Ends:
             os.close(fd)
 
 
-def _bury(crew: Crew, rank: int) -> int:
-    """The code of a worker that has ended; what a failed one had started ends too, while its number is still taken."""
-    worker, failed = crew.workers[rank], True
+def _reap(processes: WorkerProcesses, rank: int) -> int:
+    """Return the exit code of a worker that has ended. If it failed, kill its process group while its ID is still
+    reserved."""
+    worker, failed = processes.workers[rank], True
     if hasattr(os, "waitid"):
         end = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
         failed = end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0)
     else:
         failed = worker.wait() != 0
     if failed:
-        crew.folders |= socket_folders.socket_folders(worker.pid)
+        processes.folders |= socket_folders.socket_folders(worker.pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, signal.SIGKILL)
     return worker.wait()
 
 
-def _outcome(crew: Crew, out: TextIO) -> int:
-    if crew.signals:
-        return 128 + crew.signals[0]
-    late = sorted(crew.killed - set(crew.codes))
-    if not any(crew.codes.values()) and not late:
+def _outcome(processes: WorkerProcesses, out: TextIO) -> int:
+    if processes.signals:
+        return 128 + processes.signals[0]
+    late = sorted(processes.killed - set(processes.codes))
+    if not any(processes.codes.values()) and not late:
         return 0
-    told = _told(crew.pages)
-    rank = _first(crew, told)
-    print(f"penstock: {_words(rank, crew.codes[rank], told, crew.pages[rank])}", file=out, flush=True)
+    failure = _first_failure(processes.pages)
+    rank = _failed_rank(processes, failure)
+    print(
+        f"penstock: {_describe_end(rank, processes.codes[rank], failure, processes.pages[rank])}", file=out, flush=True
+    )
     if late:
         who = ", ".join(map(str, late))
         print(f"penstock: still running {GRACE:.1f} s later, and ended: rank {who}", file=out, flush=True)
-    code = crew.codes[rank] or next(code for code in crew.codes.values() if code)
+    code = processes.codes[rank] or next(code for code in processes.codes.values() if code)
     return code if code > 0 else 128 - code
 
 
-def _first(crew: Crew, told: Failure | None) -> int:
-    """The rank at fault: as the ranks say; else one that a signal has ended; else the first to fail."""
-    if told is not None and told.rank in crew.codes:
-        return told.rank
-    failed = {rank: code for rank, code in crew.codes.items() if code and rank not in crew.killed}
+def _failed_rank(processes: WorkerProcesses, failure: Failure | None) -> int:
+    """Return the rank at fault: as the ranks report, else one that a signal has ended, else the first to fail."""
+    if failure is not None and failure.rank in processes.codes:
+        return failure.rank
+    failed = {rank: code for rank, code in processes.codes.items() if code and rank not in processes.killed}
     return next((rank for rank, code in failed.items() if code < 0), next(iter(failed)))
 
 
-def _words(rank: int, code: int, told: Failure | None, page: Page) -> str:
-    if told is not None and rank in told.silent:
-        return f"rank {rank} gave no sign of life and was ended"
-    amid = page.state in (State.STARTING, State.RUNNING) and not page.blank  # it has told nobody
+def _describe_end(rank: int, code: int, failure: Failure | None, page: StatusPageReader) -> str:
+    if failure is not None and rank in failure.silent:
+        return f"rank {rank} sent no heartbeat and was killed"
+    amid = page.state in (RankState.STARTING, RankState.RUNNING) and not page.blank  # it has ended without a report
     place = f" {page.place}" if amid else ""
     if code == 0:
         why = ": does its code call os._exit?" if amid else ""
-        return f"rank {rank} left with code 0{place}, where others needed it{why}"
+        return f"rank {rank} left with code 0{place}, while other ranks still waited for it{why}"
     if code > 0:
         return f"rank {rank} ended with code {code}{place}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
     why = ", possibly out of memory" if -code == signal.SIGKILL else ""
     if page.blank:
-        place = " before it met the others"
+        place = " before it joined the others"
     return f"rank {rank} ended by signal {-code} ({name}){why}{',' if place else ''}{place}"
 
 
-def _told(pages: list[Page]) -> Failure | None:
-    """The first that the ranks have said about it."""
-    said = [page for page in pages if page.state == State.FAILED]
-    return Failure.decode(min(said, key=lambda page: page[Slot.TOLD_AT]).report()) if said else None
+def _first_failure(pages: list[StatusPageReader]) -> Failure | None:
+    """Return the failure that a rank reported first; None if there is none."""
+    failed = [page for page in pages if page.state == RankState.FAILED]
+    return Failure.decode(min(failed, key=lambda page: page[PageField.TOLD_AT]).report()) if failed else None

@@ -1,4 +1,4 @@
-"""What a run came to: its losses and its figures, beside those of one plain process."""
+"""The result of a training run: its losses and figures, beside those of one plain process."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from penstock.reports.describe import amount, percent, printable, seconds
 
 @dataclass(frozen=True)
 class PlainRun:
-    """One plain process that trained the same for a few steps."""
+    """The same training in one plain process for a few steps."""
 
     threads: int
     seconds: float  # of the median step
-    memory: int  # bytes that training took at most, over what the interpreter itself does
+    memory: int  # peak bytes of training, without those of the interpreter
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The mean loss over the held-out data; for text, also what the frequencies of its tokens allow at best."""
+    """The mean loss over the held-out data; for text, also its unigram entropy."""
 
     loss: float
     unigram_entropy: float | None = None
 
     def __str__(self) -> str:
-        told = f"validation loss {self.loss:.4f}"
+        text = f"validation loss {self.loss:.4f}"
         if self.unigram_entropy is None:
-            return told
-        return f"{told} on held-out text, whose unigram entropy is {self.unigram_entropy:.4f}"
+            return text
+        return f"{text} on held-out text, whose unigram entropy is {self.unigram_entropy:.4f}"
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Outcome:
     timeline: Timeline | None = None  # of the last step; of the last run where steps follow without a flush
     predicted: Timeline | None = None  # of the same step, from those before it
     plain: tuple[PlainRun, ...] = ()
-    checkpoint: str | None = None  # the last that was written
-    unsaved: tuple[str, ...] = ()  # those that could not be
-    begun: int = 0  # steps of earlier runs, which this one went on from
+    checkpoint: str | None = None  # the last one written
+    unsaved: tuple[str, ...] = ()  # those that could not be written
+    begun: int = 0  # steps of earlier runs that this one continues
     batch: int = 0  # samples of a step
     validation: Validation | None = None
-    sample: str | None = None  # that the model wrote at the end
+    sample: str | None = None  # text that the model generated at the end
 
     @property
-    def counted(self) -> str:
-        """How many steps, those of earlier runs told apart."""
+    def step_range(self) -> str:
+        """The number of steps; for a continued run, their range."""
         if not self.begun:
             return f"{len(self.losses)} steps"
         steps = self.begun + len(self.losses)
@@ -64,15 +64,15 @@ class Outcome:
 
     @property
     def step_seconds(self) -> float:
-        """The median step; the first ones, which warm up, are left out."""
+        """Median seconds of a step, without the first two, which warm up."""
         return median(self.seconds[2:] or self.seconds)
 
     def lines(self) -> list[str]:
-        """Losses, the last checkpoint and the sample: below the table, and on the page."""
+        """Return the losses, the last checkpoint and the sample, for the text below the table."""
         lines = []
         if self.losses:
             ends = f"loss {self.losses[0]:.4f} at first, {self.losses[-1]:.4f} at last"
-            lines.append(f"{ends}, {self.counted}")
+            lines.append(f"{ends}, {self.step_range}")
         if self.checkpoint is not None:
             lines.append(f"last checkpoint {printable(self.checkpoint)}")
         if self.validation is not None:
@@ -99,23 +99,23 @@ class Outcome:
 
 
 def table(outcome: Outcome) -> Table:
-    """Time, bubble, memory and traffic, the pipeline's column first."""
+    """Return time, bubble, memory and traffic, with the pipeline in the first column."""
     processes = len(outcome.memory)
     title = _column(f"{processes} workers" if processes > 1 else "pipeline in one process", outcome.threads, processes)
-    found = Table("", title, *(_column("one plain process", run.threads) for run in outcome.plain))
-    for column in found.columns[1:]:
+    result = Table("", title, *(_column("one plain process", run.threads) for run in outcome.plain))
+    for column in result.columns[1:]:
         column.justify = "right"
     own, plain = outcome.step_seconds, outcome.plain
     line = outcome.timeline
-    found.add_row("time per step", seconds(own), *(f"{seconds(run.seconds)}" for run in plain))
+    result.add_row("time per step", seconds(own), *(f"{seconds(run.seconds)}" for run in plain))
     if plain:
-        found.add_row("speed beside it", "", *(f"{run.seconds / own:.2f} x" for run in plain))
+        result.add_row("speed beside it", "", *(f"{run.seconds / own:.2f} x" for run in plain))
     if line is not None:
-        found.add_row("bubble", percent(line.bubble), *("none" for _ in plain))
+        result.add_row("bubble", percent(line.bubble), *("none" for _ in plain))
     each = [amount(float(memory), True) for memory in outcome.memory]
-    found.add_row("memory, each", "\n".join(each), *(amount(float(run.memory), True) for run in plain))
-    found.add_row("traffic per step", amount(float(outcome.traffic), True), *("none" for _ in plain))
-    return found
+    result.add_row("memory, each", "\n".join(each), *(amount(float(run.memory), True) for run in plain))
+    result.add_row("traffic per step", amount(float(outcome.traffic), True), *("none" for _ in plain))
+    return result
 
 
 def _column(name: str, threads: int, processes: int = 1) -> str:

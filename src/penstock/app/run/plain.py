@@ -1,7 +1,7 @@
-"""The same training in one plain process: no stages, no schedule. What a pipeline is compared with.
+"""The same training in one plain process, without stages and schedule, to compare a pipeline with.
 
-`python -m penstock.app.run.plain CONFIG` times some steps of it and prints what it found as JSON, a line for each
-number of threads.
+`python -m penstock.app.run.plain CONFIG` times some steps of it and prints the result as JSON, a line for each number
+of threads.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from penstock.model.mean_loss import Part, weight_of
 from penstock.training.optimizer_step import advance, update
 
 LONGEST = 15.0  # seconds to spend on one timing
-# More threads that take this many times as long were not alone on their cores: such a sample says nothing.
+# A run with more threads that takes this many times as long was disturbed by other processes, and is ignored.
 DISTURBED = 1.5
-MORE = 2.0  # seconds that a timing with more threads may take beyond those of the first
+MORE = 2.0  # further seconds that a timing with more threads may take
 
 
-class Plain:
-    """A loop over micro-batches that adds up gradients, then clips and steps."""
+class PlainTraining:
+    """A loop over micro-batches that accumulates gradients, then clips and steps."""
 
     def __init__(self, task: Task) -> None:
         section = task.config.pipeline
@@ -47,7 +47,7 @@ class Plain:
         self.kind = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}[task.precision]
 
     def step(self, inputs: Any, target: Any) -> float:
-        """One batch: the mean loss. Gradients stay in `.grad` until the next step."""
+        """Train one batch and return the mean loss. Gradients stay in `.grad` until the next step."""
         self.optimizer.zero_grad()
         total, weight, rows = 0.0, 0.0, _rows(inputs)
         for summed, share in self._parts(inputs, target):
@@ -64,19 +64,19 @@ class Plain:
         return total / weight
 
     def losses(self, inputs: Any, target: Any) -> list[float]:
-        """Of each micro-batch, by forwards alone."""
+        """Return the loss of each micro-batch, by forwards alone."""
         with torch.no_grad():
             return [summed.item() for summed, _ in self._parts(inputs, target)]
 
     def _parts(self, inputs: Any, target: Any) -> Iterator[tuple[Tensor, float]]:
-        """Each micro-batch's summed loss, and what the sum is to be divided by."""
+        """Yield each micro-batch's summed loss and its weight."""
         rows = _rows(inputs)
         labels = Labels((inputs, target), spans(rows, self.parts), self.memory, weight_of)
         for part in range(self.parts):
             first, last = rows * part // self.parts, rows * (part + 1) // self.parts
             with Part(labels, part):
-                found = read_loss(self._scored(_cut(inputs, first, last), _cut(target, first, last)), last - first)
-            yield found.value * found.times, float(found.weight)
+                loss = read_loss(self._scored(_cut(inputs, first, last), _cut(target, first, last)), last - first)
+            yield loss.value * loss.times, float(loss.weight)
 
     def _scored(self, inputs: Any, target: Any) -> Any:
         with torch.autocast("cpu", dtype=self.kind) if self.kind else nullcontext():
@@ -105,9 +105,9 @@ def _rows(value: Any) -> int:
 
 
 def timed(task: Task, steps: int, threads: list[int]) -> Iterator[dict[str, float]]:
-    """For some numbers of threads: median seconds of a step, one that warms up left out, and the most bytes: of
-    weights, and of what training took beside them. Counted as a pipeline's ranks count theirs."""
-    plain, peak = Plain(task), PeakMemory(torch.device("cpu"))
+    """Yield, for each number of threads, the median seconds of a step without the first, and the peak bytes: of
+    weights, and of training beside them. They are counted as a pipeline's ranks count theirs."""
+    plain, peak = PlainTraining(task), PeakMemory(torch.device("cpu"))
     weights = sum(parameter.numel() * parameter.element_size() for parameter in plain.model.parameters())
     peak.begin()
     for count in threads:
@@ -132,20 +132,20 @@ def main() -> None:
     parser.add_argument("--changes", type=json.loads, default={})
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    task = Request(asked.config, asked.changes).task()
+    task = Request(arguments.config, arguments.changes).task()
     begun, limit = perf_counter(), None
-    for found in timed(task, asked.steps, asked.threads):
-        print(json.dumps(found), flush=True)
-        if limit is None:  # threads that wait for each other on busy cores can take minutes for a step
+    for figures in timed(task, arguments.steps, arguments.threads):
+        print(json.dumps(figures), flush=True)
+        if limit is None:  # threads that compete for busy cores can take minutes for a step
             limit = threading.Timer(DISTURBED * (perf_counter() - begun) + MORE, os._exit, (0,))
             limit.daemon = True
             limit.start()
 
 
 def _end_with_parent() -> None:
-    """Whoever started this holds the other end of its input: when that is gone, so is the wish to know."""
+    """End when the parent process does, which closes this process's input."""
     while os.read(0, 1):
         pass
     os._exit(1)

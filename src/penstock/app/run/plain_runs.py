@@ -1,4 +1,4 @@
-"""One plain process, timed in a process of its own: with a rank's threads, and with those of all ranks together."""
+"""Time one plain process in a separate process, with one rank's threads and with those of all ranks together."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THR
 
 
 def plain_runs(outcome: Outcome, request: Request, steps: int) -> Outcome:
-    """The outcome with what plain training takes; without, where that could not be found out."""
-    found = _timed(request, steps, thread_counts(outcome))
-    runs = [PlainRun(int(run["threads"]), float(run["seconds"]), int(run["memory"])) for run in found]
+    """Return the outcome with the figures of plain training; without, where it could not be timed."""
+    figures = _timed(request, steps, thread_counts(outcome))
+    runs = [PlainRun(int(run["threads"]), float(run["seconds"]), int(run["memory"])) for run in figures]
     return replace(outcome, plain=tuple(run for run in runs if run.seconds < DISTURBED * runs[0].seconds))
 
 
 def thread_counts(outcome: Outcome) -> list[int]:
-    """Those of one rank, and as many as all ranks have together, where there are cores for them."""
+    """Return the threads of one rank, and those of all ranks together where there are cores for them."""
     every = min(outcome.threads * len(outcome.memory), os.cpu_count() or 1)
     return sorted({outcome.threads, every})
 
@@ -31,11 +31,11 @@ def thread_counts(outcome: Outcome) -> list[int]:
 def _timed(request: Request, steps: int, threads: list[int]) -> list[dict[str, float]]:
     command = [sys.executable, "-m", "penstock.app.run.plain", request.config, "--changes", json.dumps(request.changes)]
     command += ["--steps", str(steps), "--threads", *map(str, threads)]
-    around = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     out, none = subprocess.PIPE, subprocess.DEVNULL
-    # Its input stays open for as long as this process lives: that is how it knows.
-    with subprocess.Popen(command, env=around, stdin=out, stdout=out, stderr=none) as process:
+    # Its input stays open as long as this process lives, and it ends when the input is closed.
+    with subprocess.Popen(command, env=environment, stdin=out, stdout=out, stderr=none) as process:
         assert process.stdout is not None
-        said = process.stdout.read()
+        output = process.stdout.read()
         ended: int = process.wait()
-    return [] if ended else [json.loads(line) for line in said.splitlines() if line.startswith(b'{"threads": ')]
+    return [] if ended else [json.loads(line) for line in output.splitlines() if line.startswith(b'{"threads": ')]

@@ -1,4 +1,4 @@
-"""How a run is going: a bar on a terminal, plain lines elsewhere, nothing on ranks other than the first."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere, nothing on ranks other than the first."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from rich.progress import Progress as Bar
 
 
 class Show(Protocol):
+    """A callback after each step."""
+
     def __call__(self, done: int, loss: float) -> None:
-        """So many steps are done, the last with this loss."""
+        """Show that `done` steps are done, the last with this loss."""
 
 
 @contextmanager
 def progress(steps: int, log_every: int, out: TextIO | None, begun: int = 0) -> Iterator[Show]:
-    """Shows a run of so many steps, of which an earlier run has done some."""
+    """Show the progress of a run of `steps` steps, of which an earlier run has done `begun`."""
     if out is None:
         yield lambda done, loss: None
     elif out.isatty():
@@ -36,13 +38,15 @@ def progress(steps: int, log_every: int, out: TextIO | None, begun: int = 0) -> 
 
 
 class ShowMany(Protocol):
+    """A callback after each step of one of several runs."""
+
     def __call__(self, name: str, before: int, done: int, loss: float) -> None:
-        """So many steps of the run of that name are done; so many of others were done before it."""
+        """Show that `done` steps of the run `name` are done, after `before` steps of other runs."""
 
 
 @contextmanager
 def progress_of_many(runs: int, steps: int, out: TextIO | None) -> Iterator[ShowMany]:
-    """Shows several runs of so many steps each: as one bar; elsewhere by a line for each that is done."""
+    """Show the progress of several runs of `steps` steps each: one bar, or a line for each run that is done."""
     if out is None:
         yield lambda name, before, done, loss: None
     elif out.isatty():
@@ -57,16 +61,16 @@ def progress_of_many(runs: int, steps: int, out: TextIO | None) -> Iterator[Show
             yield show
     else:
 
-        def say(name: str, before: int, done: int, loss: float) -> None:
+        def show_line(name: str, before: int, done: int, loss: float) -> None:
             if done == steps:
                 print(f"{name}: {steps} mini-batches, loss {loss:.4f}", file=out, flush=True)
 
-        yield say
+        yield show_line
 
 
 @contextmanager
 def progress_of_samples(what: str, out: TextIO | None) -> Iterator[Callable[[int, int], None]]:
-    """Shows how many samples of a measurement there are, of how many; elsewhere than on a terminal, that it began."""
+    """Show the number of samples measured; without a terminal, only the begin of the measurement."""
     if out is None or not out.isatty():
         if out is not None:
             print(what, file=out, flush=True)
@@ -82,7 +86,7 @@ def _counting() -> tuple[ProgressColumn, ...]:
 
 
 class _Lines:
-    """A line for the first step, for every so many, and for the last."""
+    """Progress as a line for the first step, for every `log_every` steps, and for the last."""
 
     def __init__(self, steps: int, log_every: int, out: TextIO, begun: int) -> None:
         self.steps, self.log_every, self.out, self.begun, self.since = steps, log_every, out, begun, perf_counter()

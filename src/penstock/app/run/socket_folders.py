@@ -1,7 +1,7 @@
-"""Directories that killed processes would leave behind.
+"""Directories that killed data-loading processes would leave behind.
 
-Processes that load data keep the sockets by which they hand tensors over in a directory of their own, and remove it
-when they end by themselves. The launcher kills what a failed rank has started, and so removes it in their place.
+Such processes keep the sockets through which they pass tensors in a directory of their own, and remove it when they end
+normally. The launcher kills the children of a failed rank, and so removes the directory for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ FOLDER = re.compile(r"pymp-[\w-]+")  # as multiprocessing names them
 
 
 def socket_folders(group: int) -> set[Path]:
-    """Of the processes of a group that run; none where the system does not tell who holds which socket."""
+    """Return the socket directories of the running processes of a group; none where the system does not show the owners
+    of sockets."""
     try:
         bound = _bound_sockets((PROC / "net/unix").read_text(errors="replace"))
         held = {inode for pid in _members(group) for inode in _sockets(pid)}
@@ -31,13 +32,13 @@ def remove(folders: Iterable[Path]) -> None:
 
 
 def _bound_sockets(table: str) -> dict[str, Path]:
-    """The paths of sockets that have one, by inode."""
+    """Return the paths of named sockets by inode."""
     rows = (line.split(maxsplit=7) for line in table.splitlines()[1:])
     return {row[6]: Path(row[7]) for row in rows if len(row) == 8 and row[7].startswith("/")}
 
 
 def _members(group: int) -> list[int]:
-    found = []
+    pids = []
     for entry in PROC.iterdir():
         if entry.name.isdigit():
             try:
@@ -45,18 +46,18 @@ def _members(group: int) -> list[int]:
             except OSError:  # it has ended meanwhile
                 continue
             if fields[2:3] == [str(group)]:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def _sockets(pid: int) -> list[str]:
-    """Inodes of the sockets that a process has open."""
-    found = []
+    """Return the inodes of the sockets that a process has open."""
+    inodes = []
     try:
         for entry in (PROC / str(pid) / "fd").iterdir():
             link = str(entry.readlink())
             if link.startswith("socket:["):
-                found.append(link[len("socket:[") : -1])
-    except OSError:  # it has ended meanwhile, or is somebody else's
+                inodes.append(link[len("socket:[") : -1])
+    except OSError:  # it has ended meanwhile, or belongs to another user
         pass
-    return found
+    return inodes

@@ -1,6 +1,6 @@
-"""Training from a config: what each worker runs, and what the first of them says of it.
+"""`penstock train`: train from a config, and report the result on the first rank.
 
-`penstock train` starts workers that run this (worker_main.py), or runs it in its own process.
+The command starts workers that run this module (worker_main.py), or runs it in its own process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rich.console import Console
 
 from penstock.app.config.schema import PipelineSection
 from penstock.app.config.task import Task
-from penstock.app.run.checkpoints import Keep
+from penstock.app.run.checkpoints import PeriodicCheckpoints
 from penstock.app.run.lasting_output import LastingOutput
 from penstock.app.run.outcome import Outcome, table
 from penstock.app.run.plain_runs import plain_runs, thread_counts
 from penstock.app.run.progress import progress
-from penstock.app.run.request import Request, as_worker, rank
+from penstock.app.run.request import Request, rank, run_worker
 from penstock.app.run.validation import require_validation, sample, traffic, validate
-from penstock.comm.watch.stderr import say
+from penstock.comm.watch.stderr import write_stderr
 from penstock.core.timeline import Timeline
 from penstock.engine.measure.peak_memory import highest, resident
 from penstock.errors import InputError
@@ -33,37 +33,37 @@ from penstock.schedules.registry import METHODS
 from penstock.training.checkpoint.kept_steps import require_steps_left, resumed_from
 from penstock.training.pipeline import Pipeline
 
-PREDICT_FROM = 3  # steps: one that warms up, one to predict from, one that is predicted
+PREDICT_FROM = 3  # steps: one to warm up, one to predict from, one to predict
 
 
 def train(request: Request) -> int:
-    """Train, and on the first rank say how it went. Leaves with 1 if something of the run could not be written."""
+    """Train, and report the result on the first rank. Return 1 if some output could not be written."""
     results = LastingOutput(sys.stdout, "standard output")
-    told = LastingOutput(sys.stderr, "standard error") if request.flags.get("json") else results
+    messages = LastingOutput(sys.stderr, "standard error") if request.flags.get("json") else results
     task = request.task()
     require_writable(task.config.training.report)
     if rank() != 0:
         run(task)
         return 0
-    _warn_asynchronous(task.config.pipeline, told.text)
-    outcome = _beside_plain(run(task, told.text), request, task, told.text)
-    written = _close(outcome, task, told.text)
+    _warn_asynchronous(task.config.pipeline, messages.text)
+    outcome = _with_plain(run(task, messages.text), request, task, messages.text)
+    written = _report(outcome, task, messages.text)
     if request.flags.get("json"):
         print(json.dumps(outcome.to_json()), file=results.text, flush=True)
     if outcome.unsaved:
-        say(f"penstock: {len(outcome.unsaved)} checkpoints are missing: {', '.join(outcome.unsaved)}\n")
+        write_stderr(f"penstock: {len(outcome.unsaved)} checkpoints are missing: {', '.join(outcome.unsaved)}\n")
     return int(results.failed or not written or bool(outcome.unsaved))
 
 
 def run(task: Task, out: TextIO | None = None) -> Outcome:
-    """Train as the config says. Every rank runs this and gets the same outcome."""
+    """Train as configured. Every rank runs this and returns the same outcome."""
     settings, before = task.config.training, resident()
     require_validation(task)
     pipe = task.pipeline()
-    begun = _resumed(pipe, resumed_from(settings.resume, settings.checkpoint), settings.steps)
+    begun = _resume(pipe, resumed_from(settings.resume, settings.checkpoint), settings.steps)
     left = settings.steps - begun
     losses, seconds = [], []
-    kept = Keep(pipe, settings.checkpoint, settings.checkpoint_every, settings.steps, settings.keep)
+    kept = PeriodicCheckpoints(pipe, settings.checkpoint, settings.checkpoint_every, settings.steps, settings.keep)
     kept.require_room()
     with progress(settings.steps, settings.log_every, out, begun) as show:
         clock = perf_counter()
@@ -75,16 +75,16 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
             kept.after(begun + len(losses))
             clock = perf_counter()
     timed = pipe.clock is not None and pipe.async_trainer is None and not pipe.crew.alone
-    seen = pipe.measured() if timed and losses else None
+    measured = pipe.measured() if timed and losses else None
     whole = pipe.crew.world.gather(str(max(0, highest() - before)).encode())
     return Outcome(
         losses,
         seconds,
-        [int(memory) for memory in whole] if seen is None else [int(rank.measured) for rank in seen.memory()],
+        [int(memory) for memory in whole] if measured is None else [int(rank.measured) for rank in measured.memory()],
         traffic(pipe, settings.batch),
         torch.get_num_threads(),
-        last_run(pipe) if seen is None else seen.timeline(),
-        None if seen is None or len(losses) < PREDICT_FROM else seen.predicted(),
+        last_run(pipe) if measured is None else measured.timeline(),
+        None if measured is None or len(losses) < PREDICT_FROM else measured.predicted(),
         checkpoint=kept.last,
         unsaved=tuple(kept.failed),
         begun=begun,
@@ -94,17 +94,17 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
     )
 
 
-def _warn_asynchronous(section: PipelineSection, told: TextIO) -> None:
-    """A config that names a schedule says what is trained; one that names a plan does not show it."""
+def _warn_asynchronous(section: PipelineSection, messages: TextIO) -> None:
+    """Warn if a plan's schedule is asynchronous: the config does not show it."""
     if section.plan is not None and METHODS[section.schedule].asynchronous:
-        said = (
+        warning = (
             f"{section.plan}: its schedule, {section.schedule}, is asynchronous: gradients are taken from older weights"
         )
-        print(f"{said}, so this does not train as one device would", file=told, flush=True)
+        print(f"{warning}, so this does not train as one device would", file=messages, flush=True)
 
 
-def _resumed(pipe: Pipeline, path: str | None, steps: int) -> int:
-    """Steps that lie behind."""
+def _resume(pipe: Pipeline, path: str | None, steps: int) -> int:
+    """Load the checkpoint, if one is given, and return the steps already done."""
     if path is not None:
         pipe.load(path)
     require_steps_left(pipe.index, steps, path)
@@ -112,7 +112,8 @@ def _resumed(pipe: Pipeline, path: str | None, steps: int) -> int:
 
 
 def last_run(pipe: Pipeline) -> Timeline | None:
-    """The last run without a flush; None where all steps had one, or where it was too long to keep. Every rank asks."""
+    """Return the timeline of the last run without a flush; None where all steps had one, or it was too long to record.
+    Every rank has to call."""
     clock = pipe.clock
     if clock is None or pipe.async_trainer is None or pipe.crew.alone:
         return None
@@ -121,23 +122,24 @@ def last_run(pipe: Pipeline) -> Timeline | None:
     return pipe.timeline() if all(whole) else None
 
 
-def _beside_plain(outcome: Outcome, request: Request, task: Task, told: TextIO) -> Outcome:
+def _with_plain(outcome: Outcome, request: Request, task: Task, messages: TextIO) -> Outcome:
+    """Return the outcome with the figures of one plain process, if the config asks for them."""
     steps = task.config.training.plain_steps
     if not steps:
         return outcome
-    print("timing one plain process, to compare with", file=told, flush=True)
-    found = plain_runs(outcome, request, steps)
-    if not found.plain:
-        print(f"it could not be timed; python -m penstock.app.run.plain {request.config} says why", file=told)
-    elif len(found.plain) < len(thread_counts(outcome)):
-        print("with more threads it was disturbed by other work on this machine: left out", file=told)
-    return found
+    print("timing one plain process, to compare with", file=messages, flush=True)
+    compared = plain_runs(outcome, request, steps)
+    if not compared.plain:
+        print(f"it could not be timed; python -m penstock.app.run.plain {request.config} says why", file=messages)
+    elif len(compared.plain) < len(thread_counts(outcome)):
+        print("with more threads it was disturbed by other work on this machine: left out", file=messages)
+    return compared
 
 
-def _close(outcome: Outcome, task: Task, told: TextIO) -> bool:
-    """Say how it went; whether the report, if one was asked for, is written."""
+def _report(outcome: Outcome, task: Task, messages: TextIO) -> bool:
+    """Print the result, and write the report if one was requested. Return whether it could be written."""
     report = task.config.training.report
-    console = Console(file=told)
+    console = Console(file=messages)
     console.print(table(outcome))
     for line in outcome.lines():
         console.print(line, highlight=False, soft_wrap=True, markup=False)
@@ -149,14 +151,14 @@ def _close(outcome: Outcome, task: Task, told: TextIO) -> bool:
         try:
             Path(report).write_text(html(shown, outcome.lines()), encoding="utf-8")
         except OSError as error:
-            say(f"penstock: the report {report} could not be written: {error.strerror}\n")
+            write_stderr(f"penstock: the report {report} could not be written: {error.strerror}\n")
             return False
         console.print(f"wrote {report}", highlight=False, soft_wrap=True)
     return True
 
 
 def require_writable(path: str | None, what: str = "a report") -> None:
-    """Found out before the training, not after it."""
+    """Raise, before the training, if a file cannot be written."""
     if path is None:
         return
     try:
@@ -167,14 +169,15 @@ def require_writable(path: str | None, what: str = "a report") -> None:
 
 
 def _open_once(path: str) -> None:
-    """And leave no trace, while other ranks do the same: who has made the file removes it."""
+    """Create the file and remove it again, while other ranks may do the same: only the rank that created it removes
+    it."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         Path(path).unlink()
     except FileExistsError:
-        with suppress(FileNotFoundError):  # another rank's, which could make it
+        with suppress(FileNotFoundError):  # another rank has removed it, so it can be created
             os.close(os.open(path, os.O_WRONLY))
 
 
 if __name__ == "__main__":
-    as_worker(train)
+    run_worker(train)

@@ -1,4 +1,4 @@
-"""Validate and sample while a run trains, and count the bytes that a step sends between ranks."""
+"""Validation and sampling at the end of a run, and the bytes that a step sends between ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from penstock.app.run.outcome import Validation
 from penstock.errors import FormatError
 from penstock.training.pipeline import Pipeline
 
-OPENING = "\n"  # what a sample begins after, where the text has it: a line's end
-TEMPERATURE = 0.7  # scores are divided by it: likely tokens are drawn more often than the model says
+OPENING = "\n"  # the first token of a sample's prompt, where the text has it
+TEMPERATURE = 0.7  # scores are divided by it, so that likely tokens are drawn more often
 
 
 def require_validation(task: Task) -> None:
-    """Found out before the training, not after it: held-out data that has been asked for is there."""
+    """Raise, before the training, if there is no held-out data although the config asks for validation."""
     if task.config.data.validation is not None and next(task.validation(), None) is None:
         raise FormatError(
             "data.validation", "at least one held-out batch", "none", "let the function give (inputs, target)"
@@ -23,7 +23,7 @@ def require_validation(task: Task) -> None:
 
 
 def validate(pipe: Pipeline, task: Task) -> Validation | None:
-    """Score the held-out data, where the config has any."""
+    """Evaluate the held-out data, where the config has any."""
     if task.config.data.validation is None:
         return None
     data = task.data
@@ -31,10 +31,10 @@ def validate(pipe: Pipeline, task: Task) -> Validation | None:
 
 
 def sample(pipe: Pipeline, task: Task) -> str | None:
-    """Let the model write as many tokens as the config asks for, each drawn from its scores for the next one.
+    """Generate as many tokens as the config asks for, each drawn from the model's scores for the next one.
 
-    It sees as much as it was trained on at once. Inputs always have that length, which the model was split for: what
-    stands behind the last token changes nothing in a model that looks back alone.
+    The context is as long as in training. Inputs always have that length, for which the model was split: what follows
+    the last token does not affect a causal model.
     """
     data, count = task.data, task.config.training.sample
     if not count or not isinstance(data, TextData):
@@ -42,11 +42,11 @@ def sample(pipe: Pipeline, task: Task) -> str | None:
     source = torch.Generator("cpu").manual_seed(task.config.pipeline.seed)
     opening = data.alphabet.index(OPENING) if OPENING in data.alphabet else 0
     written, inputs = torch.tensor([opening], device="cpu"), torch.zeros(1, data.length, dtype=torch.long, device="cpu")
-    pipe.model.eval()  # dropout has no place here
+    pipe.model.eval()  # without dropout
     for _ in range(count):
-        seen = written[-data.length :]
-        inputs[0, : len(seen)] = seen
-        scores = pipe.forward(inputs)[0, len(seen) - 1, : data.vocab].float().cpu()
+        context = written[-data.length :]
+        inputs[0, : len(context)] = context
+        scores = pipe.forward(inputs)[0, len(context) - 1, : data.vocab].float().cpu()
         drawn = torch.multinomial((scores / TEMPERATURE).softmax(-1), 1, generator=source)
         written = torch.cat([written, drawn])
     pipe.model.train()
@@ -54,9 +54,10 @@ def sample(pipe: Pipeline, task: Task) -> str | None:
 
 
 def traffic(pipe: Pipeline, rows: int) -> int:
-    """Of a batch of so many rows: activations on their way, gradients back, and what tied weights exchange.
+    """Return the bytes of a batch of `rows` rows: activations, their gradients, and gradients and weights of tied
+    parameters.
 
-    The example's micro-batch is measured and taken for all, in proportion to its rows.
+    The example's micro-batch is measured and scaled to the rows of the batch.
     """
     split, home = pipe.split, pipe.schedule.shape.stage_rank
     path = split.first
@@ -64,14 +65,15 @@ def traffic(pipe: Pipeline, rows: int) -> int:
     for stage, incoming in enumerate(path.incoming):
         for value, source in incoming.items():
             if home[stage] != home[source]:
-                known = path.trace.values[value]
-                crossing += known.bytes * (2 if known.grad else 1)
+                info = path.trace.values[value]
+                crossing += info.bytes * (2 if info.grad else 1)
     example = max(1, rows // pipe.microbatches)
     return int(crossing * rows / example) + _tied(pipe)
 
 
 def _tied(pipe: Pipeline) -> int:
-    """A gradient to the owner and a weight back, for every other rank that uses it."""
+    """Return the bytes of tied weights: a gradient to the owner and a weight back, for every other rank that uses
+    one."""
     split, home = pipe.split, pipe.schedule.shape.stage_rank
     named, total = dict(split.model.named_parameters()), 0
     for name, owner in split.owner.items():

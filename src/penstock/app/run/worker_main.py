@@ -1,7 +1,7 @@
-"""What a worker of a command runs first: `python -m penstock.app.run.worker_main MODULE WORDS...` runs the module.
+"""The first module that a worker runs: `python -m penstock.app.run.worker_main MODULE ARGUMENTS...` runs the module.
 
-Torch takes seconds to load. Ctrl-C in that time needs no traceback from every rank; once the ranks have met, what each
-says of its end is theirs to decide.
+Torch takes seconds to load. Ctrl-C during that time prints no traceback on any rank; after the start, the ranks report
+their own end.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import sys
 from penstock.interrupt import exit_on_interrupt_during_imports
 
 
-def command(module: str, words: list[str]) -> list[str]:
-    """What starts a worker that runs a module's share of some work."""
-    return [sys.executable, "-m", "penstock.app.run.worker_main", module, *words]
+def command(module: str, arguments: list[str]) -> list[str]:
+    """Return the command that starts a worker with a module."""
+    return [sys.executable, "-m", "penstock.app.run.worker_main", module, *arguments]
 
 
 def main() -> None:
+    """Run the module that the arguments name."""
     del sys.argv[0]
     try:
         with exit_on_interrupt_during_imports():

@@ -1,1 +1,1 @@
-"""`penstock verify`."""
+"""`penstock verify`: compare a pipeline with one plain process."""

@@ -1,1 +1,1 @@
-"""Tensors from one rank to another: one interface (interface.py), and a file for each transport."""
+"""Transfers of tensors between ranks: one interface (interface.py), and a module for each transport."""

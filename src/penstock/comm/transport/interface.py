@@ -1,7 +1,7 @@
-"""The interface of all transports: a lane is one direction between two stages that live on different ranks.
+"""The interface of all transports. A lane carries messages in one direction between two stages on different ranks.
 
-Messages of a lane may be asked for in another order than they were sent in; each is asked for once, by its key. Which
-lanes a rank has follows from the schedule and from weights that several stages share.
+Messages of a lane may be received in another order than they were sent; each is received once, by its key. The
+schedule, and weights that several stages share, decide which lanes a rank has.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from penstock.core.shape import common_rows
 
 
-class Key(NamedTuple):
-    """Which message: `run` counts the calls that run the pipeline (steps, evaluations), the same on every rank."""
+class MessageKey(NamedTuple):
+    """The key of a message. `run` counts the calls that run the pipeline (steps, evaluations), the same on every
+    rank."""
 
     run: int
     microbatch: int
@@ -33,27 +34,27 @@ class LaneName(NamedTuple):
 
 
 class ClosedLane(ConnectionError):
-    """The other end was closed, in order: its rank has nothing more to send, though this one waits for it."""
+    """The other end was closed in order: its rank sends nothing more, though this one waits for a message."""
 
 
 @dataclass(slots=True)
 class Message:
-    """Tensors by the number of the value they are (or whose gradient they are), and plain words that go with them.
+    """Tensors by the number of the value that they are (or whose gradient they are), and metadata as bytes.
 
-    `stamp` is a check number that both ends must agree on: of the batch that the sender works on.
+    `stamp` is a check number of the batch that the sender works on; the receiver compares it with its own.
     """
 
     values: dict[int, torch.Tensor] = field(default_factory=dict)
-    told: bytes = b""
+    metadata: bytes = b""
     stamp: int = 0  # 0 <= stamp < 2**63
 
 
 class Sender(Protocol):
     """The sending end of a lane."""
 
-    def send(self, key: Key, message: Message) -> None:
-        """Hand over. Does not wait for the receiver; afterwards the caller may do with the tensors what it likes,
-        except change them in place: that is for after the step."""
+    def send(self, key: MessageKey, message: Message) -> None:
+        """Send a message, without waiting for the receiver. The caller must not change the tensors in place before the
+        step ends."""
 
     def close(self) -> None: ...
 
@@ -61,33 +62,37 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The receiving end of a lane."""
 
-    def receive(self, key: Key) -> Message:
-        """Wait for a message. Its tensors have the shapes, strides (where dense) and types of those sent, and stay
-        valid as long as anybody holds them. Raises what `Waiting.check` raises."""
+    def receive(self, key: MessageKey) -> Message:
+        """Wait for a message and return it.
+
+        Its tensors have the shapes, types and (where dense) strides of those sent, and stay valid as long as they are
+        referenced. Raises what `Waiting.check` raises.
+        """
 
     def close(self) -> None: ...
 
 
 class Waiting(Protocol):
-    """What a transport asks while it waits, at least every 0.2 seconds."""
+    """Failure checks that a transport makes while it waits, at least every 0.2 seconds."""
 
     def check(self, peer: int, waited: float) -> None:
         """Raise if some rank has failed, if `peer` has ended, or if `waited` seconds are too many."""
 
     def lost(self, peer: int, error: BaseException) -> Exception:
-        """The connection to a rank broke: find out why (waiting a moment for news), and return what to raise."""
+        """Return the error to raise after the connection to a rank broke; wait a moment for the cause to be
+        reported."""
 
 
 @dataclass
 class Lanes:
-    """The ends of lanes that this rank holds."""
+    """The lane ends that this rank holds."""
 
     senders: dict[LaneName, Sender]
     receivers: dict[LaneName, Receiver]
-    runs: int = 0  # calls that ran the pipeline, the same on every rank: messages of different ones cannot be mixed up
+    runs: int = 0  # calls that ran the pipeline, the same on every rank: part of each message's key
 
     def close(self) -> None:
-        """By all ranks together: everything that was sent still arrives."""
+        """Close all lanes. All ranks have to call; everything that was sent still arrives."""
         raise NotImplementedError
 
 

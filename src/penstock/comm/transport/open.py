@@ -1,11 +1,12 @@
-"""Open the lanes of a rank, each over the transport that suits where its two ends are.
+"""Open the lanes of a rank, each over the transport that suits the location of its two ends.
 
     both stages on one rank         local
+    what the user asks for          that: shared, gloo, or a transport of his own (registered.py)
     a GPU each, and NCCL            nccl
-    one host                        shared memory, with gloo in reserve
+    one host                        shared memory, with gloo as fallback
     else                            gloo
 
-Before that, ranks exchange the facts that decide it: host, device, and what each can open.
+Before that, ranks exchange the facts that decide it: host, device, and which transports each can use.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from penstock.comm.transport import nccl
 from penstock.comm.transport.fallback import SharedOrGlooReceiver, SharedOrGlooSender, warn_slow
 from penstock.comm.transport.gloo.mesh import GlooMesh
 from penstock.comm.transport.interface import LaneName, Lanes, Receiver, Sender, Waiting
-from penstock.comm.transport.local import Local
+from penstock.comm.transport.local import LocalLane
+from penstock.comm.transport.registered import Link, registered_transport, transport_names
 from penstock.comm.transport.shared import mapping
 from penstock.comm.transport.shared.receiver import SharedReceiver
 from penstock.comm.transport.shared.sender import SharedSender
-from penstock.comm.world.rendezvous import patiently
+from penstock.comm.world.rendezvous import run_interruptible
 from penstock.errors import InputError
 
-CHOICES = ("shared", "gloo")
 VARIABLE = "PENSTOCK_TRANSPORT"
 
 
-class World(Protocol):
-    """What is asked of the world of ranks."""
+class TransportWorld(Protocol):
+    """The attributes of the world of ranks that transports need."""
 
     @property
     def rank(self) -> int: ...
@@ -55,65 +56,66 @@ class World(Protocol):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank says of itself, for all to decide by."""
+    """Facts about a rank by which all ranks choose the transports."""
 
     host: str
-    gpu: str | None  # what tells one GPU of a host from another
+    gpu: str | None  # its UUID
     nccl: bool
-    wish: str | None  # the transport that the user wants
-    lanes: str  # a digest: all ranks have to mean the same ones
-    shared: bool = True  # its system has what shared memory is made of
+    requested: str | None  # the transport that the user wants
+    lanes: str  # a digest of all lanes: it has to be the same on all ranks
+    shared: bool = True  # its system has shared memory and semaphores
 
 
 def exchange(
-    world: World, ends: Mapping[LaneName, tuple[int, int]], device: torch.device, wish: str | None
+    world: TransportWorld, ends: Mapping[LaneName, tuple[int, int]], device: torch.device, requested: str | None
 ) -> list[Facts]:
-    """The facts of all ranks, of which they agree on lanes and wish."""
+    """Return the facts of all ranks; raise if they disagree about the lanes or the transport."""
     digest = hashlib.sha256(repr(sorted(ends.items())).encode()).hexdigest()[:16]
     nccl = device.type == "cuda" and dist.is_nccl_available()
     shared = mapping.can_share_memory() and mapping.has_semaphores()
-    mine = Facts(world.hosts[world.rank], _gpu(device), nccl, wish, digest, shared)
-    facts = [Facts(**json.loads(said)) for said in world.gather(json.dumps(asdict(mine)).encode())]
+    own = Facts(world.hosts[world.rank], _gpu(device), nccl, requested, digest, shared)
+    facts = [Facts(**json.loads(data)) for data in world.gather(json.dumps(asdict(own)).encode())]
     for rank, fact in enumerate(facts):
         if fact.lanes != facts[0].lanes:
             raise InputError(
                 "all ranks to have the same lanes between stages",
-                f"others on rank {rank} than on rank 0",
+                f"different ones on rank {rank} and rank 0",
                 "give every rank the same model, number of stages and schedule",
             )
-        if fact.wish != facts[0].wish:
+        if fact.requested != facts[0].requested:
             raise InputError(
                 "the same transport on every rank",
-                f"{facts[0].wish} on rank 0 and {fact.wish} on rank {rank}",
+                f"{facts[0].requested} on rank 0 and {fact.requested} on rank {rank}",
                 f"set transport= (or {VARIABLE}) alike on every rank",
             )
     return facts
 
 
 def kind(a: Facts, b: Facts) -> str:
-    """The transport between two different ranks."""
+    """Return the transport between two different ranks."""
     near = a.host == b.host
-    if a.wish == "shared" and not near:
+    if a.requested == "shared" and not near:
         raise InputError(
             "all ranks on one host for transport='shared'", "ranks on different hosts", "leave the transport out"
         )
-    if a.wish == "shared" and not (a.shared and b.shared):
-        came = "a system without memory files and semaphores that processes can share"
-        raise InputError("Linux for transport='shared'", came, "leave the transport out")
-    if a.wish is not None:
-        return a.wish
+    if a.requested == "shared" and not (a.shared and b.shared):
+        problem = "a system without memory files and semaphores that processes can share"
+        raise InputError("Linux for transport='shared'", problem, "leave the transport out")
+    if a.requested is not None:
+        return a.requested
     if a.nccl and b.nccl and not (near and a.gpu == b.gpu):
         return "nccl"
     return "shared" if near and a.shared and b.shared else "gloo"
 
 
 def wish_of(transport: str | None) -> str | None:
-    """What the user wants: the argument, or the environment."""
-    wish = transport or os.environ.get(VARIABLE) or None
-    if wish is not None and wish not in CHOICES:
+    """Return the transport that the user requests by the argument or the environment; None for a choice by location."""
+    requested = transport or os.environ.get(VARIABLE) or None
+    names = transport_names()
+    if requested is not None and requested not in names:
         source = "transport=" if transport else VARIABLE
-        raise InputError(f"{source} to be one of {', '.join(CHOICES)}", repr(wish), "correct it or leave it out")
-    return wish
+        raise InputError(f"{source} to be one of {', '.join(names)}", repr(requested), "correct it or leave it out")
+    return requested
 
 
 def _gpu(device: torch.device) -> str | None:
@@ -130,38 +132,39 @@ _opened = itertools.count()  # the same on every rank: lanes are opened by all t
 
 @dataclass
 class OpenLanes(Lanes):
-    """`kinds`: the transport of each lane of this rank."""
+    """The open lanes of this rank. `kinds`: the transport of each."""
 
     kinds: dict[LaneName, str] = field(default_factory=dict)
     mesh: GlooMesh | None = None
     process: int = field(default_factory=os.getpid)
 
     def close(self, patient: bool = False) -> None:
-        """By all ranks: everything sent still arrives. Patient: whenever the others come to it."""
+        """Close all lanes. All ranks have to call; everything that was sent still arrives. `patient`: wait for the
+        other ranks without a time-out."""
         atexit.unregister(self.leave)
-        with ExitStack() as last_to_first:
+        with ExitStack() as stack:
             if self.mesh is not None:
-                last_to_first.callback(self.mesh.close, patient)
+                stack.callback(self.mesh.close, patient)
             for receiver in self.receivers.values():
-                last_to_first.callback(receiver.close)
+                stack.callback(receiver.close)
             for sender in self.senders.values():
-                last_to_first.callback(sender.close)
+                stack.callback(sender.close)
 
     def leave(self) -> None:
-        """At the end of the process. A failure has been told before; a rank that ends early is found by the rest."""
+        """Close all lanes at the end of the process. Errors are ignored: failures were reported before."""
         if os.getpid() == self.process:
             with suppress(Exception):
                 self.close(patient=True)
 
 
 def open_lanes(
-    world: World,
+    world: TransportWorld,
     names: Iterable[LaneName],
     placement: Sequence[int],
     device: torch.device,
     transport: str | None = None,
 ) -> OpenLanes:
-    """The ends that this rank holds. Every rank has to call, with the same names: those of all lanes there are.
+    """Open the lane ends of this rank. Every rank has to call, with the names of all lanes.
 
     `placement`: the rank of each stage's first replica; its others follow. `transport`: "shared" or "gloo" instead of
     what would be chosen; the environment's PENSTOCK_TRANSPORT where it is not given.
@@ -179,62 +182,66 @@ def open_lanes(
         build.shared(mesh)
         build.nccl(mesh, device)
         build.gloo(mesh)
-    mine = {name: kinds[name] for name, pair in ends.items() if world.rank in pair}
-    lanes = OpenLanes(build.senders, build.receivers, kinds=mine, mesh=mesh)
+        build.registered()
+    own_kinds = {name: kinds[name] for name, pair in ends.items() if world.rank in pair}
+    lanes = OpenLanes(build.senders, build.receivers, kinds=own_kinds, mesh=mesh)
     atexit.register(lanes.leave)
     return lanes
 
 
-def _mesh(world: World) -> GlooMesh:
-    """Where all lanes are shared it carries nothing, until there is no memory for a message."""
-    return patiently(lambda: GlooMesh(world.watch, CONNECT), lambda waited: world.watch.check(EVERYBODY, waited))
+def _mesh(world: TransportWorld) -> GlooMesh:
+    """Connect all ranks over gloo. Where all lanes are shared, the mesh is only a fallback."""
+    return run_interruptible(
+        lambda: GlooMesh(world.watch, CONNECT), lambda waited: world.watch.check(EVERYBODY, waited)
+    )
 
 
 @dataclass(frozen=True)
 class _Build:
-    """Makes the ends of all lanes, kind by kind."""
+    """Builder of the ends of all lanes, one transport after the other."""
 
-    world: World
+    world: TransportWorld
     ends: Ends
-    kinds: dict[LaneName, str]  # `shared` corrects it where there is no shared memory
+    kinds: dict[LaneName, str]  # the transports; `shared` corrects them where there is no shared memory
     senders: dict[LaneName, Sender]
     receivers: dict[LaneName, Receiver]
 
     def sending(self, kind: str) -> dict[LaneName, int]:
-        """The lanes of a kind that this rank sends on, and their targets' ranks."""
+        """Return the lanes of a kind on which this rank sends, and the ranks of their targets."""
         return {name: b for name, (a, b) in self.ends.items() if a == self.world.rank and self.kinds[name] == kind}
 
     def receiving(self, kind: str) -> dict[LaneName, int]:
+        """Return the lanes of a kind on which this rank receives, and the ranks of their sources."""
         return {name: a for name, (a, b) in self.ends.items() if b == self.world.rank and self.kinds[name] == kind}
 
     def local(self) -> None:
         for name in self.sending("local"):
-            self.senders[name] = self.receivers[name] = Local(name)
+            self.senders[name] = self.receivers[name] = LocalLane(name)
 
     def shared(self, mesh: GlooMesh) -> None:
-        """Both ends must have the memory; where one has not, the lane is gloo's."""
+        """Open the shared lanes. If one end has no shared memory, the lane uses gloo alone."""
         if "shared" not in self.kinds.values():
             return
         world, watch = self.world, self.world.watch
         store = PrefixStore(f"lanes/{next(_opened)}", world.store)
         senders: dict[LaneName, SharedSender] = {}
         receivers: dict[LaneName, SharedReceiver] = {}
-        troubles: dict[LaneName, OSError] = {}
+        errors: dict[LaneName, OSError] = {}
         for name, peer in self.sending("shared").items():
             try:
                 senders[name] = SharedSender(name, store, watch, peer)
             except OSError as error:
-                troubles[name] = error
-        self._give_up(troubles)
+                errors[name] = error
+        self._give_up(errors)
         for name, peer in self.receiving("shared").items():
             receivers[name] = SharedReceiver(name, store, watch, peer)
             try:
                 receivers[name].connect()
             except OSError as error:
-                troubles[name] = error
-        self._give_up(troubles)
-        if troubles:
-            warn_slow(next(iter(troubles.values())), "between the ranks of this host")
+                errors[name] = error
+        self._give_up(errors)
+        if errors:
+            warn_slow(next(iter(errors.values())), "between the ranks of this host")
         for name, peer in self.sending("shared").items():
             self.senders[name] = SharedOrGlooSender(senders.pop(name), mesh.sender(name, peer))
         for name, peer in self.receiving("shared").items():
@@ -263,3 +270,19 @@ class _Build:
             self.receivers[name] = mesh.receiver(name, peer)
         for peer in {*self.receiving("gloo").values(), *self.receiving("nccl").values()}:
             mesh.listen(peer)
+
+    def registered(self) -> None:
+        """Make the ends of lanes whose transport is the user's own."""
+        for kind in sorted(set(self.kinds.values())):
+            transport = registered_transport(kind)
+            if transport is None:
+                continue
+            number = next(_opened)
+            for name, peer in self.sending(kind).items():
+                self.senders[name] = transport.sender(self._link(name, peer, number))
+            for name, peer in self.receiving(kind).items():
+                self.receivers[name] = transport.receiver(self._link(name, peer, number))
+
+    def _link(self, name: LaneName, peer: int, number: int) -> Link:
+        store = PrefixStore(f"lanes/{number}/{name.source}-{name.target}", self.world.store)
+        return Link(name, peer, store, self.world.watch)

@@ -1,1 +1,1 @@
-"""Status of every rank, and failures told to all: no rank waits for one that will never answer."""
+"""The status of every rank, and the propagation of failures, so that no rank waits for one that has failed."""

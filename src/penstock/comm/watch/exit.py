@@ -1,4 +1,4 @@
-"""The end of a rank's process: an uncaught exception is told to the others, a normal end too."""
+"""The end of a rank's process: report an uncaught exception, or a normal end, to the other ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from penstock.comm.watch.watch import Watch
 from penstock.errors import PenstockError, RankError
 
 
-def install(watch: Watch, part: Callable[[], None]) -> None:
-    """`part` closes the connections of a rank that has nothing left to do."""
+def install(watch: Watch, disconnect: Callable[[], None]) -> None:
+    """Install the exception hook and the exit handler. `disconnect` closes the connections of a rank that ends
+    normally."""
     pid, before = os.getpid(), sys.excepthook
     interrupted = False
 
@@ -27,7 +28,7 @@ def install(watch: Watch, part: Callable[[], None]) -> None:
             return
         interrupted = isinstance(error, KeyboardInterrupt)
         if before is not sys.__excepthook__ and not isinstance(error, RankError) and error is not watch.shown:
-            before(kind, error, trace)  # the user's own way to show it
+            before(kind, error, trace)  # the user's own hook prints it
             watch.shown = error
         watch.failed(error)
         watch.uncaught()
@@ -35,22 +36,22 @@ def install(watch: Watch, part: Callable[[], None]) -> None:
             return
         if not isinstance(error, (PenstockError, KeyboardInterrupt)):
             before(kind, error, trace)
-        watch.say_why()
+        watch.print_reason()
 
     def leave() -> None:
         if os.getpid() != pid:
             return
         watch.finished()
         if watch.failure is None:
-            return part()
-        watch.leave_no_silent()
+            return disconnect()
+        watch.kill_silent_ranks()
         logging.shutdown()
         flush()
         if interrupted:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(pid, signal.SIGINT)
-        watch.after_the_first()
-        os._exit(watch.code)  # connections to ranks that failed can make a normal end wait
+        watch.let_cause_end_first()
+        os._exit(watch.code)  # a normal end could wait for connections to ranks that failed
 
     sys.excepthook = hook
     atexit.register(leave)

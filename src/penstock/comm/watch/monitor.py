@@ -1,6 +1,6 @@
-"""The thread that looks after the other ranks while the main thread computes or waits.
+"""The thread that watches the other ranks while the main thread computes or waits.
 
-`Patience` counts how long a rank has really waited: the time in which it was itself stopped does not count.
+`WaitClock` measures how long a rank has really waited: time in which its own process was stopped does not count.
 """
 
 from __future__ import annotations
@@ -13,61 +13,61 @@ from time import monotonic, monotonic_ns
 from typing import Protocol
 
 from penstock.comm.watch.process import Parent, Processes, Signals
-from penstock.comm.watch.status import Board, Page, Slot, State
+from penstock.comm.watch.status import PageField, RankState, StatusPage, StatusPageReader
 from penstock.comm.watch.stderr import main_stack
 
-PAUSE = 2.0  # seconds between two questions of one wait, which come every 0.2: nobody was there to ask
+PAUSE = 2.0  # seconds between two checks of one wait, made every 0.2, above which this process was stopped
 
 
-class Patience(threading.local):
-    """Of one thread."""
+class WaitClock(threading.local):
+    """The clock of the current wait, one for each thread."""
 
     def __init__(self) -> None:
-        self.began = self.last = self.away = 0.0
+        self.began = self.last = self.stopped_seconds = 0.0
 
-    def counted(self, now: float, waited: float) -> float:
-        """Seconds of the wait in which this process was running."""
+    def running_seconds(self, now: float, waited: float) -> float:
+        """Return the seconds of the wait in which this process was running."""
         began = now - waited
         if abs(began - self.began) > 0.05:
-            self.began, self.away = began, 0.0
+            self.began, self.stopped_seconds = began, 0.0
         elif now - self.last > PAUSE:
-            self.away += now - self.last
+            self.stopped_seconds += now - self.last
         self.last = now
-        return waited - self.away
+        return waited - self.stopped_seconds
 
 
-TICK = 200  # milliseconds: a heartbeat
+TICK = 200  # milliseconds between two heartbeats
 STACK_EVERY = 1.0
 
 
 class Listener(Protocol):
-    """What the monitor tells of; called on its thread."""
+    """The callbacks of the monitor, called on its thread."""
 
     timeout: float
 
-    def died(self, rank: int) -> None: ...
+    def rank_died(self, rank: int) -> None: ...
 
-    def told(self, rank: int) -> None: ...
+    def rank_failed(self, rank: int) -> None: ...
 
-    def stuck(self, number: signal.Signals) -> None: ...
+    def signal_unhandled(self, number: signal.Signals) -> None: ...
 
-    def overdue(self) -> None:
+    def end_if_overdue(self) -> None:
         """Called on every tick."""
 
 
 class Monitor:
-    """Wakes at the death of a rank of this host, at a signal, and five times a second."""
+    """The monitor thread. Wakes when a rank of this host ends, at a signal, and five times a second."""
 
     def __init__(
         self,
-        board: Board,
-        pages: dict[int, Page],
+        status_page: StatusPage,
+        pages: dict[int, StatusPageReader],
         pids: dict[int, int],
         listener: Listener,
         parent: Parent | None = None,
     ) -> None:
-        """`pids`: of the ranks whose pages these are; `parent`: whom this process is to end with."""
-        self.board, self.pages, self.listener = board, pages, listener
+        """`pids`: of the ranks that `pages` belong to; `parent`: the process with which this one ends."""
+        self.status_page, self.pages, self.listener = status_page, pages, listener
         self.signals = Signals()
         self.poll = select.poll()
         self.poll.register(self.signals.reader, select.POLLIN)
@@ -93,37 +93,37 @@ class Monitor:
             for rank in self.processes.ended():
                 self._ended(rank)
             self.poll.poll(TICK)
-            self.board.beat()
+            self.status_page.beat()
             self.signals.read()
             self._each_tick()
 
     def _ended(self, rank: int) -> None:
         state = self.pages[rank].state
-        if state == State.FAILED:
-            self.listener.told(rank)
-        elif state != State.DONE:
-            self.listener.died(rank)
+        if state == RankState.FAILED:
+            self.listener.rank_failed(rank)
+        elif state != RankState.DONE:
+            self.listener.rank_died(rank)
 
     def _each_tick(self) -> None:
         if self.parent is not None:
             self.parent.follow()
-        failed = [rank for rank, page in self.pages.items() if page[Slot.STATE] == State.FAILED]
+        failed = [rank for rank, page in self.pages.items() if page[PageField.STATE] == RankState.FAILED]
         if failed:
-            self.listener.told(failed[0])
-        number = self.signals.stuck()
+            self.listener.rank_failed(failed[0])
+        number = self.signals.signal_unhandled()
         if number is not None:
-            self.listener.stuck(number)
+            self.listener.signal_unhandled(number)
         self._show_stack()
-        self.listener.overdue()
+        self.listener.end_if_overdue()
 
     def _show_stack(self) -> None:
-        """A rank that has been at one thing for long shows where, before somebody's patience ends."""
-        now, page = monotonic(), self.board.page
-        old = min(monotonic_ns() - page[Slot.ROW_SINCE], 10**15) / 1e9
-        if old < self.listener.timeout / 3:
+        """Write the main thread's stack on the status page when a row takes long, before another rank's time-out."""
+        now, page = monotonic(), self.status_page.fields
+        seconds = min(monotonic_ns() - page[PageField.ROW_SINCE], 10**15) / 1e9
+        if seconds < self.listener.timeout / 3:
             if self.stack_shown:
-                self.board.show_stack("")
+                self.status_page.show_stack("")
             self.stack_shown = 0.0
         elif now - self.stack_shown > max(STACK_EVERY, self.listener.timeout / 10):
             self.stack_shown = now
-            self.board.show_stack(main_stack())
+            self.status_page.show_stack(main_stack())

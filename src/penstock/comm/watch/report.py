@@ -1,7 +1,7 @@
-"""Failure reports: why the run has to end, and who waits for whom when a rank has waited for too long.
+"""Failure reports: why the run has to end, and which rank waits for which when a rank has waited for too long.
 
-A failure is found by one rank and passed on to all others as plain text. A report on waiting ranks has a line for each
-rank, and names the one that all the waiting leads to.
+The rank that detects a failure passes it on to all others as plain text. A report on waiting ranks has a line for each
+rank, and names the rank at the end of the chain of waits.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from pathlib import Path
 from time import monotonic_ns
 from types import TracebackType
 
-from penstock.comm.watch.status import EVERYBODY, Page, Slot, State
+from penstock.comm.watch.status import EVERYBODY, PageField, RankState, StatusPageReader
 
-LIMIT = 48_000  # bytes of a told failure: what a board has room for
+LIMIT = 48_000  # bytes of an encoded failure for which a status page has room
 
 
 @dataclass(frozen=True)
 class Failure:
-    """`rank` is the one at fault; `line` is one line for every rank; `silent` are ranks that give no sign of life.
+    """A failure that ends the run. `rank` is the one at fault; `line` is the message on every rank; `silent` are ranks
+    without heartbeat.
 
-    `mendable`: an exception, which the scripts may catch on all ranks, to make another pipeline. `renewal`: in the run
-    as it was joined anew for that pipeline; 0 at first.
+    `mendable`: an exception that the scripts may catch on all ranks, to build another pipeline. `renewal`: how often
+    the ranks had rejoined before the failure.
     """
 
     rank: int
@@ -41,27 +42,29 @@ class Failure:
 
     @staticmethod
     def decode(data: bytes) -> Failure:
-        told = json.loads(data)
-        silent = tuple(int(rank) for rank in told["silent"])
-        return Failure(int(told["rank"]), str(told["line"]), silent, bool(told["mendable"]), int(told["renewal"]))
+        values = json.loads(data)
+        silent = tuple(int(rank) for rank in values["silent"])
+        return Failure(
+            int(values["rank"]), str(values["line"]), silent, bool(values["mendable"]), int(values["renewal"])
+        )
 
 
 def full_traceback(error: BaseException) -> str:
-    """As Python prints it, with the calls above the place that caught it, which are still under way."""
-    drawn = traceback.TracebackException.from_exception(error)
+    """Return the traceback as Python prints it, with the calls above the frame that caught the exception."""
+    formatted = traceback.TracebackException.from_exception(error)
     frames = _above(error.__traceback__)
-    drawn.stack = traceback.StackSummary.from_list([*frames, *drawn.stack])
-    return "".join(drawn.format())
+    formatted.stack = traceback.StackSummary.from_list([*frames, *formatted.stack])
+    return "".join(formatted.format())
 
 
 def leave_for_torchrun(error: BaseException) -> None:
-    """Else it names the rank that happened to end first as the cause."""
+    """Record the error for torchrun, which otherwise reports the rank that happens to end first as the cause."""
     if isinstance(error, Exception) and os.environ.get("TORCHELASTIC_ERROR_FILE"):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         trace = error.__traceback__
         try:
-            raise error  # it writes down what is being handled
+            raise error  # it records the exception that is being handled
         except Exception:
             get_error_handler().record_exception(error)
         finally:
@@ -69,9 +72,9 @@ def leave_for_torchrun(error: BaseException) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The exception as its traceback's last line, shortened."""
+    """Return the last line of the exception's traceback, shortened."""
     text = "".join(traceback.format_exception_only(error)).strip()
-    text = re.sub(r"\[/\S+\.cc:\d+\] ", "", text).split(" This is typically caused")[0]  # gloo's asides
+    text = re.sub(r"\[/\S+\.cc:\d+\] ", "", text).split(" This is typically caused")[0]  # gloo's additions
     first, *rest = text.split("\n")
     return first + (" ..." if rest else "")
 
@@ -83,14 +86,15 @@ def _above(trace: TracebackType | None) -> list[traceback.FrameSummary]:
 
 
 SILENT = 2.0  # seconds without a heartbeat, which comes five times a second
-FRESH = 1_000_000_000  # a wait that was looked at within this time (ns) before the last heartbeat is still on
+FRESH = 1_000_000_000  # a wait that was checked within this time (ns) before the last heartbeat is still going on
 
 
 @dataclass(frozen=True)
-class Sight:
-    """`row` in words ("" between steps); ages in seconds; `peer` is None where it does not wait."""
+class RankStatus:
+    """The status of a rank. `row` as text ("" between steps); ages in seconds; `peer` is None where it does not
+    wait."""
 
-    state: State
+    state: RankState
     row: str
     row_age: float
     peer: int | None
@@ -103,51 +107,51 @@ class Sight:
 
     @property
     def silent(self) -> bool:
-        return self.state in (State.STARTING, State.RUNNING) and self.beat_age > SILENT
+        return self.state in (RankState.STARTING, RankState.RUNNING) and self.beat_age > SILENT
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def decode(data: bytes, age: float) -> Sight:
-        """One that came by the store, `age` seconds ago."""
-        sight = Sight(**json.loads(data))
+    def decode(data: bytes, age: float) -> RankStatus:
+        """Decode a status that was published `age` seconds ago."""
+        status = RankStatus(**json.loads(data))
         return replace(
-            sight,
-            state=State(sight.state),
-            row_age=sight.row_age + age,
-            waited=sight.waited + age,
-            beat_age=sight.beat_age + age,
+            status,
+            state=RankState(status.state),
+            row_age=status.row_age + age,
+            waited=status.waited + age,
+            beat_age=status.beat_age + age,
         )
 
     def describe(self, rank: int) -> str:
-        """One line, without its end."""
+        """Return one line, without a line break."""
         doing = f"in {self.row} for {self.row_age:.1f} s" if self.row else self.place or "between two steps"
-        if self.state == State.STARTING:
+        if self.state == RankState.STARTING:
             doing = "starting"
-        if self.state == State.DONE:
+        if self.state == RankState.DONE:
             return f"rank {rank}: has ended"
         if self.silent:
-            why = "is stopped (SIGSTOP)" if self.stopped else "is stopped, or stuck in native code"
-            return f"rank {rank}: {doing}; gives no sign of life for {self.beat_age:.1f} s: {why}"
+            cause = "is stopped (SIGSTOP)" if self.stopped else "is stopped, or stuck in native code"
+            return f"rank {rank}: {doing}; has sent no heartbeat for {self.beat_age:.1f} s: {cause}"
         if self.peer is None:
-            return f"rank {rank}: {doing}; at work, waits for nobody"
+            return f"rank {rank}: {doing}; computes, waits for no rank"
         whom = f"all ranks in collective {self.collectives}" if self.peer == EVERYBODY else f"rank {self.peer}"
         return f"rank {rank}: {doing}; waits for {whom} for {self.waited:.1f} s"
 
 
-def look(page: Page, pid: int) -> Sight:
-    """At a rank of this host."""
-    now, beat, seen = monotonic_ns(), page[Slot.BEAT], page[Slot.WAIT_SEEN]
-    waits = seen > 0 and beat - seen < FRESH
-    return Sight(
+def rank_status(page: StatusPageReader, pid: int) -> RankStatus:
+    """Read the status of a rank of this host from its page."""
+    now, beat, checked = monotonic_ns(), page[PageField.BEAT], page[PageField.WAIT_SEEN]
+    waits = checked > 0 and beat - checked < FRESH
+    return RankStatus(
         page.state,
         page.row,
-        (now - page[Slot.ROW_SINCE]) / 1e9,
-        page[Slot.PEER] if waits else None,
-        (now - page[Slot.WAIT_SINCE]) / 1e9 if waits else 0.0,
+        (now - page[PageField.ROW_SINCE]) / 1e9,
+        page[PageField.PEER] if waits else None,
+        (now - page[PageField.WAIT_SINCE]) / 1e9 if waits else 0.0,
         (now - beat) / 1e9,
-        page[Slot.COLLECTIVES],
+        page[PageField.COLLECTIVES],
         _stopped(pid),
         page.stack(),
         page.place,
@@ -161,41 +165,44 @@ def _stopped(pid: int) -> bool:
         return False
 
 
-def blame(rank: int, peer: int, waited: float, sights: dict[int, Sight]) -> Failure:
-    """One line, for every rank."""
-    chain = _chain(rank, sights)
-    last, silent = chain[-1], tuple(r for r, sight in sorted(sights.items()) if sight.silent)
-    way = ", ".join(f"rank {a} waits for rank {b}" for a, b in pairwise(chain))
-    whom = "all ranks" if peer == EVERYBODY else f"rank {peer}"
-    cause = sights[last].describe(last) if last in sights else f"rank {last}: nothing is known of it"
+def timeout_failure(rank: int, peer: int, waited: float, statuses: dict[int, RankStatus]) -> Failure:
+    """Return the failure of a rank that has waited for too long, as one line for every rank."""
+    chain = _chain(rank, statuses)
+    last, silent = chain[-1], tuple(r for r, status in sorted(statuses.items()) if status.silent)
+    links = ", ".join(f"rank {a} waits for rank {b}" for a, b in pairwise(chain))
+    target = "all ranks" if peer == EVERYBODY else f"rank {peer}"
+    cause = statuses[last].describe(last) if last in statuses else f"rank {last}: its status is unknown"
     if len(set(chain)) < len(chain):
         cause = "they wait for each other"
-    head = f"rank {rank} has waited {waited:.1f} s for {whom}, longer than the time-out"
-    return Failure(last, f"{head}: {way + '; ' if way else ''}{cause}", silent)
+    head = f"rank {rank} has waited {waited:.1f} s for {target}, longer than the time-out"
+    return Failure(last, f"{head}: {links + '; ' if links else ''}{cause}", silent)
 
 
-def table(sights: dict[int, Sight], own_stack: str, rank: int) -> str:
-    """What every rank is doing, and where in their Python code those are that can still say so."""
-    lines = ["what each rank is doing:", *(f"  {sight.describe(r)}" for r, sight in sorted(sights.items()))]
-    stacks = {r: sight.stack for r, sight in sorted(sights.items()) if sight.stack and r != rank and not sight.silent}
+def status_table(statuses: dict[int, RankStatus], own_stack: str, rank: int) -> str:
+    """Return the status of every rank, and the Python stacks of those that can still report one."""
+    lines = ["what each rank is doing:", *(f"  {status.describe(r)}" for r, status in sorted(statuses.items()))]
+    stacks = {
+        r: status.stack for r, status in sorted(statuses.items()) if status.stack and r != rank and not status.silent
+    }
     for r, stack in {rank: own_stack, **stacks}.items():
         lines += [f"the main thread of rank {r} (innermost call last):", stack.rstrip("\n")]
     return "\n".join(lines) + "\n"
 
 
-def _chain(rank: int, sights: dict[int, Sight]) -> list[int]:
-    """From rank to rank along who waits for whom, to one that does not wait, or to one that was there already."""
+def _chain(rank: int, statuses: dict[int, RankStatus]) -> list[int]:
+    """Return the ranks from `rank` along their waits, to one that does not wait or that is in the chain already."""
     chain = [rank]
-    while len(chain) == len(set(chain)) and chain[-1] in sights:
-        sight = sights[chain[-1]]
-        if sight.peer is None or sight.silent or sight.state in (State.DONE, State.FAILED):
+    while len(chain) == len(set(chain)) and chain[-1] in statuses:
+        status = statuses[chain[-1]]
+        if status.peer is None or status.silent or status.state in (RankState.DONE, RankState.FAILED):
             break
-        chain.append(sight.peer if sight.peer != EVERYBODY else _late(chain[-1], sights))
+        chain.append(status.peer if status.peer != EVERYBODY else _late(chain[-1], statuses))
         if chain[-1] == chain[-2]:
             return chain[:-1]
     return chain
 
 
-def _late(rank: int, sights: dict[int, Sight]) -> int:
-    """Whom a collective waits for: the rank that has come to the fewest, a silent one before others."""
-    return min(sights, key=lambda r: (not sights[r].silent, sights[r].collectives, r == rank, r))
+def _late(rank: int, statuses: dict[int, RankStatus]) -> int:
+    """Return the rank that a collective waits for: the one in the fewest collectives, ranks without heartbeat before
+    others."""
+    return min(statuses, key=lambda r: (not statuses[r].silent, statuses[r].collectives, r == rank, r))

@@ -1,4 +1,4 @@
-"""Output of a process that is about to end: messages in one piece, and the main thread's stack."""
+"""Output of a process that is about to end: whole messages, and the main thread's stack."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def say(text: str) -> None:
-    """On standard error, in one write, so that the words of several ranks do not mix."""
-    with suppress(OSError, ValueError, AttributeError):  # closed, or not there: nothing more can be done
+def write_stderr(text: str) -> None:
+    """Write to standard error in one call, so that the lines of several ranks do not mix."""
+    with suppress(OSError, ValueError, AttributeError):  # closed or missing: nothing more can be done
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
 def flush() -> None:
-    """What the program has printed, unless somebody holds on to it."""
+    """Flush the program's output, for at most half a second."""
 
     def both() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -29,7 +29,7 @@ def flush() -> None:
     thread.join(0.5)
 
 
-_HERE = str(Path(__file__).parent)  # the watch itself is of no interest
+_HERE = str(Path(__file__).parent)  # frames of the watch itself are left out
 DEEPEST = 12  # innermost calls that are shown
 
 
@@ -38,5 +38,5 @@ def main_stack() -> str:
     ident = threading.main_thread().ident
     frame = sys._current_frames().get(ident) if ident is not None else None
     frames = traceback.extract_stack(frame) if frame is not None else []
-    theirs = [one for one in frames if not one.filename.startswith(_HERE)]
-    return "".join(traceback.format_list(theirs[-DEEPEST:]))
+    user_frames = [one for one in frames if not one.filename.startswith(_HERE)]
+    return "".join(traceback.format_list(user_frames[-DEEPEST:]))

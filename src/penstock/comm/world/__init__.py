@@ -1,1 +1,1 @@
-"""The ranks of a run: how they find each other, and small messages between all of them."""
+"""The world of ranks: the rendezvous at the start, and collectives of a few bytes."""

@@ -17,12 +17,13 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def identity() -> str:
-    """Equal for two processes that can share memory, see each other's numbers, and reach each other by loopback."""
+    """Return a string that is equal for two processes if they can share memory, see each other's process IDs, and
+    connect over loopback."""
     if not BOOT.exists():
         return f"{socket.gethostname()}/{uuid.getnode()}"
     boot = BOOT.read_text().strip()
@@ -31,14 +32,14 @@ def identity() -> str:
 
 
 def interface_to(address: str, port: int) -> str | None:
-    """The interface by which an address is reached; None where that cannot be told."""
+    """Return the network interface through which an address is reached, or None where it cannot be determined."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, port))  # sends nothing
-            mine = probe.getsockname()[0]
-            if mine.startswith("127."):
+            own_address = probe.getsockname()[0]
+            if own_address.startswith("127."):
                 return LOOPBACK
-            names = [name for _, name in socket.if_nameindex() if _address(probe, name) == mine]
+            names = [name for _, name in socket.if_nameindex() if _address(probe, name) == own_address]
     except OSError:
         return None
     return names[0] if names else None

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: the environment says where the store is, each announces itself there."""
+"""The rendezvous of the ranks: find the store by the environment, announce this rank, and wait for the others."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from penstock.comm.watch.stderr import flush
 from penstock.errors import InputError, RankError
 
 T = TypeVar("T")
-LINGER = 0.5  # seconds that a rank stays after it refused to start: it may hold the store that tells the others
-LOOK = 0.5  # seconds between two looks at whether those that have come are still there
-START = "PENSTOCK_START_TIMEOUT"  # in the environment: seconds in which all ranks have to come
+LINGER = 0.5  # seconds that a rank stays after it refused to start: it may hold the store that the others read
+LOOK = 0.5  # seconds between two checks that announced ranks are still running
+START = "PENSTOCK_START_TIMEOUT"  # environment variable: seconds within which all ranks have to announce themselves
 USUAL_START = 60.0
-AGENT = 5.0  # seconds in which a launcher's port has to take a connection: it was there before its workers
+AGENT = 5.0  # seconds within which a launcher's port has to accept a connection: it is open before the workers start
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among the ranks. `agent`: the launcher holds the store, not rank 0."""
+class LaunchEnvironment:
+    """This process's rank and where the store is. `agent`: the launcher holds the store, else rank 0 does."""
 
     rank: int
     size: int
@@ -44,16 +44,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank says of itself at the start."""
+    """Facts that a rank publishes at the start."""
 
     size: int
     host: str
     pid: int
-    board: str
+    status_page: str
 
 
-def number(env: Mapping[str, str]) -> tuple[int, int] | None:
-    """This process among how many, as torchrun, or another launcher, sets it; None where it is alone."""
+def rank_and_size(env: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the rank and world size that torchrun, or another launcher, has set; None for a single process."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, size = _whole(env, "RANK"), _whole(env, "WORLD_SIZE")
@@ -68,16 +68,16 @@ def number(env: Mapping[str, str]) -> tuple[int, int] | None:
     return rank, size
 
 
-def place(env: Mapping[str, str]) -> Place | None:
-    """The same, and where the ranks meet."""
-    found = number(env)
-    if found is None:
+def launch_environment(env: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Return rank, size and the address of the store; None for a single process."""
+    numbers = rank_and_size(env)
+    if numbers is None:
         return None
-    rank, size = found
+    rank, size = numbers
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
         raise InputError(
-            "MASTER_ADDR and MASTER_PORT in the environment, the place where the ranks meet",
+            "MASTER_ADDR and MASTER_PORT in the environment, the address where the ranks meet",
             f"none for {' and '.join(missing)}",
             "start the script with torchrun, or set them alike for every rank",
         )
@@ -85,11 +85,11 @@ def place(env: Mapping[str, str]) -> Place | None:
     if not 0 < port < 1 << 16:
         raise InputError("MASTER_PORT from 1 to 65535", port, "choose another")
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, size, env["MASTER_ADDR"], port, agent, env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return LaunchEnvironment(rank, size, env["MASTER_ADDR"], port, agent, env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def start_timeout(env: Mapping[str, str]) -> float:
-    """Seconds in which all ranks have to come."""
+    """Return the seconds within which all ranks have to announce themselves."""
     text = env.get(START) or str(USUAL_START)
     try:
         seconds = float(text)
@@ -100,8 +100,8 @@ def start_timeout(env: Mapping[str, str]) -> float:
     return seconds
 
 
-def connect(here: Place, until: float) -> Store:
-    """The store, held by rank 0 or by the launcher, under a prefix of its own for every restart."""
+def connect_store(here: LaunchEnvironment, until: float) -> Store:
+    """Connect to the store, which rank 0 or the launcher holds, under a prefix for each restart."""
     try:
         store = _host(here, until) if here.rank == 0 and not here.agent else _reach(here, until)
     except DistError as error:
@@ -109,21 +109,24 @@ def connect(here: Place, until: float) -> Store:
     return PrefixStore(f"penstock/{here.attempt}", store)
 
 
-def meet(
+def announce_and_wait(
     store: Store, rank: int, me: Announcement, until: float, gone: Callable[[], int | None] = lambda: None
 ) -> list[Announcement]:
-    """Announce this rank, and wait for all the others. Names the missing ones when the time is over, and at once one
-    that cannot come any more: `gone` is its number, where the launcher knows."""
+    """Announce this rank, wait for all others, and return all announcements.
+
+    Raises an error that names the missing ranks after the time-out. `gone` returns a rank that the launcher knows has
+    ended, or None; it is reported at once.
+    """
     try:
-        return _meet(store, rank, me, until, gone)
+        return _announce_and_wait(store, rank, me, until, gone)
     except DistError as error:
         why = str(error).split("\n")[0]
         raise RankError(
-            f"the ranks could not meet: rank 0 or the launcher, which holds the store, is gone: {why}"
+            f"the ranks could not connect: rank 0 or the launcher, which holds the store, has ended: {why}"
         ) from None
 
 
-def _meet(
+def _announce_and_wait(
     store: Store, rank: int, me: Announcement, until: float, gone: Callable[[], int | None]
 ) -> list[Announcement]:
     if store.add(f"taken/{rank}", 1) > 1:
@@ -137,9 +140,9 @@ def _meet(
         if lost is None and monotonic() - looked > LOOK:
             lost, looked = _lost(store, keys, me), monotonic()
         if lost is not None:
-            raise RankError(f"rank {lost} ended before all ranks had met; look at what it says", lost)
+            raise RankError(f"rank {lost} ended before all ranks had started; look at its output", lost)
         if store.check(["refused"]):
-            raise _unlike(store.get("refused").decode())
+            raise _size_mismatch(store.get("refused").decode())
         if monotonic() > until or store.check(["late"]):
             raise _too_late(store, keys, monotonic() - began)
         sleep(0.02)
@@ -147,7 +150,7 @@ def _meet(
 
 
 def _lost(store: Store, keys: list[str], me: Announcement) -> int | None:
-    """A rank of this host that has come, and ended while others were still waited for."""
+    """Return a rank of this host that has announced itself and ended since; None if there is none."""
     for rank, key in enumerate(keys):
         if store.check([key]):
             other = Announcement(**json.loads(store.get(key)))
@@ -157,7 +160,7 @@ def _lost(store: Store, keys: list[str], me: Announcement) -> int | None:
 
 
 def _too_late(store: Store, keys: list[str], waited: float) -> RankError:
-    """The time is over for one, and so for all: the others need not wait for it."""
+    """Return the error for missing ranks, and tell the other ranks through the store that the time is over."""
     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     store.set("late", "")
     sleep(LINGER)
@@ -165,20 +168,21 @@ def _too_late(store: Store, keys: list[str], waited: float) -> RankError:
 
 
 def _agree_on_size(store: Store, rank: int, size: int) -> None:
-    """With the first that came; all get to know if one does not."""
+    """Raise on every rank if this one's size differs from that of the first rank that came."""
     first = store.compare_set("size", "", f"{size} on rank {rank}").decode()
     if int(first.split()[0]) != size:
         store.set("refused", f"{first} and {size} on rank {rank}")
         sleep(LINGER)
-        raise _unlike(f"{first} and {size} on rank {rank}")
+        raise _size_mismatch(f"{first} and {size} on rank {rank}")
 
 
-def _unlike(came: str) -> InputError:
+def _size_mismatch(came: str) -> InputError:
     return InputError("the same WORLD_SIZE on every rank", came, "start all ranks of one run alike")
 
 
-def patiently(call: Callable[[], T], check: Callable[[float], None]) -> T:
-    """Run a call that may block in native code, while this thread is open to Ctrl-C and asks `check` now and then."""
+def run_interruptible(call: Callable[[], T], check: Callable[[float], None]) -> T:
+    """Run a call that may block in native code in a thread, while this thread reacts to Ctrl-C and calls `check`
+    regularly."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -204,14 +208,14 @@ def patiently(call: Callable[[], T], check: Callable[[float], None]) -> T:
 
 
 def _leave(thread: threading.Thread) -> None:
-    """A thread that is still in native code when Python ends would make the end an abort."""
+    """End the process at once if the thread is still in native code: a normal exit of Python would abort."""
     if thread.is_alive():
         logging.shutdown()
         flush()
         os._exit(1)
 
 
-def _host(here: Place, until: float) -> Store:
+def _host(here: LaunchEnvironment, until: float) -> Store:
     listener = _listen(here)
     return TCPStore(
         here.address,
@@ -223,21 +227,21 @@ def _host(here: Place, until: float) -> Store:
     )
 
 
-def _listen(here: Place) -> socket.socket:
-    """On the address that the user named: torch's own way would listen on all."""
+def _listen(here: LaunchEnvironment) -> socket.socket:
+    """Listen on the address that the user named; torch would listen on all interfaces."""
     try:
-        found = socket.getaddrinfo(here.address, here.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(here.address, here.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InputError(
             "MASTER_ADDR to be an address of rank 0's host", f"{here.address} ({error})", "correct it"
         ) from None
-    family, _, _, _, where = found[0]
+    family, _, _, _, socket_address = addresses[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(where)
+        listener.bind(socket_address)
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:  # behind a translated address
+        if error.errno == errno.EADDRNOTAVAIL:  # the address is translated (NAT)
             listener.bind(("", here.port))
         else:
             listener.close()
@@ -250,7 +254,7 @@ def _listen(here: Place) -> socket.socket:
     return listener
 
 
-def _reach(here: Place, until: float) -> Store:
+def _reach(here: LaunchEnvironment, until: float) -> Store:
     open_until = min(until, monotonic() + AGENT) if here.agent else until
     while True:
         try:
@@ -263,15 +267,15 @@ def _reach(here: Place, until: float) -> Store:
 
     def check(waited: float) -> None:
         if monotonic() > until + 1.0:
-            raise _no_store(here, "something answers there that is not the store of a run")
+            raise _no_store(here, "the port answers, but not as the store of a run")
 
-    return patiently(
+    return run_interruptible(
         lambda: TCPStore(here.address, here.port, is_master=False, wait_for_workers=False, timeout=_left(until)),
         check,
     )
 
 
-def _no_store(here: Place, why: str) -> RankError:
+def _no_store(here: LaunchEnvironment, why: str) -> RankError:
     holder = "the launcher" if here.agent else "rank 0"
     where = f"{here.address}:{here.port} (MASTER_ADDR:MASTER_PORT)"
     return RankError(

@@ -1,11 +1,12 @@
-"""The ranks of a run, as one of them sees them: who is where, and small messages between all.
+"""The ranks of a run, as one of them sees them: which rank is on which host, and collectives of a few bytes.
 
     world = join()
     if world is not None:
-        world.gather(b"mine")   # everybody's, in the order of the ranks
+        world.gather(b"data")   # the bytes of every rank, in the order of the ranks
 
 `Alone` is a world of one process. `Votes` asks all ranks before every update whether all is well, so it must cost next
-to nothing: on one host each rank writes its answer on its status page and reads the others', so nothing is sent.
+to nothing: on one host each rank writes its answer on its status page and reads those of the others, and nothing is
+sent.
 """
 
 from __future__ import annotations
@@ -23,19 +24,27 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from penstock.comm.watch.exit import install
 from penstock.comm.watch.process import follow_parent
-from penstock.comm.watch.status import EVERYBODY, GATHER, Page, Slot
+from penstock.comm.watch.status import EVERYBODY, GATHER, PageField, StatusPageReader
 from penstock.comm.watch.watch import Watch
-from penstock.comm.world.buffers import HEAD, SHORT, Rows, data_of, length
+from penstock.comm.world.buffers import HEAD, SHORT, CollectiveBuffers, data_of, length
 from penstock.comm.world.host import LOOPBACK, identity, interface_to
-from penstock.comm.world.rendezvous import Announcement, Place, connect, meet, patiently, place, start_timeout
+from penstock.comm.world.rendezvous import (
+    Announcement,
+    LaunchEnvironment,
+    announce_and_wait,
+    connect_store,
+    launch_environment,
+    run_interruptible,
+    start_timeout,
+)
 from penstock.errors import RankError
 
-NAP = 20e-6  # seconds between two looks at a rank that has not answered yet
-ASK = 0.05  # seconds between two questions whether it still can
+NAP = 20e-6  # seconds between two reads of the page of a rank that has not answered yet
+ASK = 0.05  # seconds between two checks that the rank has not failed
 
 
 class Votes:
-    """The questions of one rank. All ranks ask in the same order."""
+    """Votes of all ranks on yes-or-no questions. All ranks ask the same questions in the same order."""
 
     def __init__(self, watch: Watch, size: int, gather: Callable[[bytes], list[bytes]]) -> None:
         self.watch, self.gather = watch, gather
@@ -43,24 +52,24 @@ class Votes:
         self.count = 0
 
     def all_well(self, well: bool) -> bool:
-        """Whether all ranks say so. None of them goes on before all have said it."""
+        """Return whether all ranks vote yes. No rank returns before all have voted."""
         if not self.near:
             return all(part == b"y" for part in self.gather(b"y" if well else b"n"))
         self.count += 1
-        # Two places in turn: who is quick may answer the next question before all have read this one's answer.
-        slot = Slot.VOTES + self.count % 2
-        self.watch.board.page[slot] = self.count << 1 | well
-        return all([well, *(self._answer(rank, page, slot) for rank, page in self.watch.pages.items())])
+        # Two fields alternate: a fast rank may answer the next question before all have read its answer to this one.
+        field = PageField.VOTES + self.count % 2
+        self.watch.status_page.fields[field] = self.count << 1 | well
+        return all([well, *(self._answer(rank, page, field) for rank, page in self.watch.pages.items())])
 
-    def _answer(self, rank: int, page: Page, slot: int) -> bool:
-        asked = 0.0
+    def _answer(self, rank: int, page: StatusPageReader, field: int) -> bool:
+        checked = 0.0
         began = monotonic()
-        while page.page[slot] >> 1 != self.count:
-            if monotonic() - asked > ASK:
-                asked = monotonic()
-                self.watch.check(rank, asked - began)
+        while page.fields[field] >> 1 != self.count:
+            if monotonic() - checked > ASK:
+                checked = monotonic()
+                self.watch.check(rank, checked - began)
             sleep(NAP)
-        return bool(page.page[slot] & 1)
+        return bool(page.fields[field] & 1)
 
 
 TICK = timedelta(seconds=0.2)
@@ -68,7 +77,8 @@ TICK = timedelta(seconds=0.2)
 
 @dataclass
 class World:
-    """`hosts`: by rank; equal where two ranks can share memory. `group`: gloo, of all ranks."""
+    """The world of ranks. `hosts`: by rank, equal for ranks that can share memory. `group`: the gloo process group of
+    all ranks."""
 
     rank: int
     size: int
@@ -76,22 +86,23 @@ class World:
     store: Store
     group: dist.ProcessGroup
     watch: Watch
-    rows: Rows
-    pipelines: int = 0  # that this rank has begun to make
+    rows: CollectiveBuffers
+    pipelines: int = 0  # that this rank has begun to build
 
     def __post_init__(self) -> None:
-        self.renewed()
+        self.rejoined()
 
-    def renewed(self) -> None:
-        """The ranks have joined, at first or anew."""
+    def rejoined(self) -> None:
+        """Reset the votes after the ranks have joined or rejoined."""
         self.votes = Votes(self.watch, self.size, self.gather)
 
     def all_well(self, well: bool) -> bool:
-        """Whether all ranks say that all is well. Every rank has to call, and none goes on before all have."""
+        """Return whether all ranks say that all is well. Every rank has to call; none returns before all have
+        called."""
         return self.votes.all_well(well)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, in the order of the ranks. Every rank has to call; the sizes may differ."""
+        """Return the bytes of every rank, in the order of the ranks. Every rank has to call; the sizes may differ."""
         rows = self._all_gather(data, SHORT)
         sizes = [length(row) for row in rows]
         if max(sizes) > SHORT - HEAD:
@@ -99,34 +110,34 @@ class World:
         return [data_of(row, size) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast(self, data: bytes | None, source: int) -> bytes:
-        """The bytes of one rank, on every rank. Every rank has to call."""
+        """Return the bytes of one rank, on every rank. Every rank has to call."""
         if self.rank == source and data is None:
             raise TypeError("the source of a broadcast has to give its bytes")
-        mine = data if data is not None and self.rank == source else b""
-        row = self._broadcast(mine, SHORT, source)
+        own = data if data is not None and self.rank == source else b""
+        row = self._broadcast(own, SHORT, source)
         size = length(row)
         if size > SHORT - HEAD:
-            row = self._broadcast(mine, size + HEAD, source)
+            row = self._broadcast(own, size + HEAD, source)
         return data_of(row, size)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has called this."""
         self.gather(b"")
 
     def _all_gather(self, data: bytes, size: int) -> list[torch.Tensor]:
-        row, rows = self.rows.packed(data, size)
+        row, rows = self.rows.pack(data, size)
         self._finish(dist.all_gather(rows, row, group=self.group, async_op=True), GATHER)
         return rows
 
     def _broadcast(self, data: bytes, size: int, source: int) -> torch.Tensor:
-        row, _ = self.rows.packed(data, size)
+        row, _ = self.rows.pack(data, size)
         self._finish(dist.broadcast(row, group=self.group, async_op=True, group_src=source), 1 + source)
         return row
 
     def _finish(self, work: Work | None, kind: int) -> None:
-        """Wait in a way in which the failure of another rank is noticed."""
+        """Wait for a collective, and raise if another rank fails in the meantime."""
         assert work is not None
-        self.watch.board.meet(kind)
+        self.watch.status_page.begin_collective(kind)
         began = monotonic()
         while True:
             try:
@@ -142,10 +153,10 @@ _world: World | None = None
 
 
 def join(timeout: float | None = None) -> World | None:
-    """Meet the other ranks that a launcher has started; None where this process is alone.
+    """Return the world of ranks that a launcher has started, or None for a single process.
 
-    `timeout`: seconds in which all of them have to appear; else those of the environment's PENSTOCK_START_TIMEOUT, or
-    60. A process joins once; later calls return the same World.
+    `timeout`: seconds within which all ranks have to start; default is the environment's PENSTOCK_START_TIMEOUT, or 60.
+    A process joins once; later calls return the same World.
     """
     global _world
     if _world is None:
@@ -154,36 +165,40 @@ def join(timeout: float | None = None) -> World | None:
 
 
 def _join(until: float) -> World | None:
-    mine = dist.is_available() and dist.is_initialized()
-    if mine and dist.get_world_size() == 1:
+    initialized = dist.is_available() and dist.is_initialized()
+    if initialized and dist.get_world_size() == 1:
         return None
-    here = place(os.environ)
-    if here is None and not mine:
+    here = launch_environment(os.environ)
+    if here is None and not initialized:
         return None
     agent = here is not None and here.agent
     parent = follow_parent(launched=agent)
-    if mine:
+    if initialized:
         rank, size = dist.get_rank(), dist.get_world_size()
         store: Store = PrefixStore("penstock", dist.distributed_c10d._get_default_store())
     else:
         assert here is not None
-        rank, size, store = here.rank, here.size, connect(here, until)
+        rank, size, store = here.rank, here.size, connect_store(here, until)
     watch = Watch(rank, size)
-    me = Announcement(size, identity(), os.getpid(), watch.board.file.path)
-    said = meet(store, rank, me, until, lambda: watch.board.gone)
-    hosts = tuple(one.host for one in said)
-    near = {r: (one.pid, one.board) for r, one in enumerate(said) if one.host == hosts[rank] and r != rank}
+    announcement = Announcement(size, identity(), os.getpid(), watch.status_page.file.path)
+    announcements = announce_and_wait(store, rank, announcement, until, lambda: watch.status_page.gone)
+    hosts = tuple(one.host for one in announcements)
+    near = {
+        r: (one.pid, one.status_page) for r, one in enumerate(announcements) if one.host == hosts[rank] and r != rank
+    }
     watch.start(near, store.clone(), agent, parent)  # type: ignore[attr-defined]
-    install(watch, _part)
+    install(watch, _disconnect)
     _choose_interface(hosts, here)
-    group = _make_group(store, rank, size, mine, _within(watch, until))
-    world = World(rank, size, hosts, store, group, watch, Rows(size))
+    group = _make_group(store, rank, size, initialized, _start_check(watch, until))
+    world = World(rank, size, hosts, store, group, watch, CollectiveBuffers(size))
     world.barrier()
     watch.running()
     return world
 
 
-def _within(watch: Watch, until: float) -> Callable[[float], None]:
+def _start_check(watch: Watch, until: float) -> Callable[[float], None]:
+    """Return a function that raises when a rank has failed or the start takes too long."""
+
     def check(waited: float) -> None:
         watch.check(EVERYBODY, 0.0)
         if monotonic() > until:
@@ -192,8 +207,9 @@ def _within(watch: Watch, until: float) -> Callable[[float], None]:
     return check
 
 
-def _choose_interface(hosts: tuple[str, ...], here: Place | None) -> None:
-    """Loopback on one host; else the interface that leads to the address that the user gave, unless one is named."""
+def _choose_interface(hosts: tuple[str, ...], here: LaunchEnvironment | None) -> None:
+    """Choose gloo's interface, unless the environment names one: loopback on one host, else the one that leads to
+    MASTER_ADDR."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     if len(set(hosts)) == 1:
@@ -204,25 +220,28 @@ def _choose_interface(hosts: tuple[str, ...], here: Place | None) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _make_group(store: Store, rank: int, size: int, mine: bool, check: Callable[[float], None]) -> dist.ProcessGroup:
+def _make_group(
+    store: Store, rank: int, size: int, initialized: bool, check: Callable[[float], None]
+) -> dist.ProcessGroup:
     def make() -> dist.ProcessGroup:
-        if mine:
+        if initialized:
             group: dist.ProcessGroup = dist.new_group(backend="gloo")
             return group
         hook = sys.excepthook
         dist.init_process_group("gloo", store=PrefixStore("group", store), rank=rank, world_size=size)
-        sys.excepthook = hook  # torch's holds a traceback back until the other ranks have spoken
+        sys.excepthook = hook  # torch's hook delays a traceback until the other ranks have printed theirs
         group = dist.distributed_c10d._get_default_group()
         return group
 
-    return patiently(make, check)
+    return run_interruptible(make, check)
 
 
-def _part() -> None:
-    """Close the connections in order: left to the end of the process, their threads may outlive what they use."""
+def _disconnect() -> None:
+    """Close the connections in order. At the end of the process, gloo's threads could outlive the objects that they
+    use."""
     global _world
     if _world is not None:
-        _world.rows.let_go()
+        _world.rows.wait_released()
         group, _world = _world.group, None
         if dist.is_initialized():
             dist.destroy_process_group(group)
@@ -233,7 +252,7 @@ def _timed_out(error: RuntimeError) -> bool:
 
 
 class Alone:
-    """All stages run here."""
+    """A world of one process, which runs all stages."""
 
     rank = 0
     size = 1

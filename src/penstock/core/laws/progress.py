@@ -24,18 +24,18 @@ SEND_F, RECV_F, SEND_B, RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B),
 REDUCE, UPDATE = int(Op.REDUCE), int(Op.UPDATE)
 
 
-class Transfers(StrEnum):
+class TransferKind(StrEnum):
     BUFFERED = "buffered"
     IN_ORDER = "in-order"
     BLOCKING = "blocking"
 
 
-def progress_faults(context: CheckContext, kind: Transfers) -> Iterator[Fault]:
+def progress_faults(context: CheckContext, kind: TransferKind) -> Iterator[Fault]:
     full = context.full
-    if kind is not Transfers.BUFFERED:
+    if kind is not TransferKind.BUFFERED:
         for row in _overtaken(full, context.pairs)[:MOST_FAULTS].tolist():
             yield context.fault(FaultKind.CHANNEL, row, "comes after a receive whose message was sent later")
-    at = _reach(full, context.pairs, kind is Transfers.BLOCKING)
+    at = _reach(full, context.pairs, kind is TransferKind.BLOCKING)
     for slot in range(full.shape.slots):
         if at[slot] < full.starts[slot + 1]:
             awaited = _awaited(context, int(at[slot]), at)

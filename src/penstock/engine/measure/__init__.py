@@ -1,1 +1,1 @@
-"""Observers of a run: times, peak memory, bytes of activations."""
+"""Observers that measure times, peak memory and activation bytes."""

@@ -1,7 +1,7 @@
-"""Bytes that a stage keeps of one micro-batch from its forward to its backward, measured once, in the first step.
+"""The bytes that a stage keeps of one micro-batch from its forward to its backward, measured once, in the first step.
 
-Counted are the tensors that autograd saves, what the stage received, and what it made for others. Parameters and
-buffers are there anyway.
+Counted are the tensors that autograd saves, the stage's inputs, and its outputs to other stages, but not parameters and
+buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.engine.observer import Observer, Observers
 from penstock.engine.stage_executor import StageExecutor
 from penstock.model.heap import Heap
 
-MEASURED = 0  # the micro-batch that stands for all
+MEASURED = 0  # the micro-batch that is measured
 
 
 @dataclass
@@ -31,7 +31,8 @@ class MicroBatchBytes:
 
 
 class ActivationMeter(Observer):
-    """Measures the first step's first micro-batch on every stage here, and the process's memory as a whole."""
+    """An observer that measures the first micro-batch of the first step on every stage of this process, and the peak
+    memory."""
 
     def __init__(self, stages: StageExecutor, device: torch.device) -> None:
         self.stages, self.peak = stages, PeakMemory(device)
@@ -41,7 +42,8 @@ class ActivationMeter(Observer):
         self.saving: AbstractContextManager[None] | None = None
 
     def step_begins(self, observers: Observers) -> None:
-        """Watch the rows of the first step; its memory has needs that are its own, so the peak starts anew after it."""
+        """Observe the rows of the first step. The peak memory is reset after it, as that step needs additional
+        memory."""
         self.steps += 1
         if self.steps == 1:
             observers.add(self)

@@ -1,4 +1,4 @@
-"""When each row began and ended: one reading between two rows, the last runs kept whole."""
+"""The begin and end of each row, with one clock reading between two rows, for the last runs."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from penstock.core.lowered_loop import ActionRow
 from penstock.engine.observer import Observer
 
 KEEP = 32  # runs
-MOST = 1 << 18  # rows of a run without end that are kept
+MOST = 1 << 18  # rows of an endless run that are kept
 
 Readings = npt.NDArray[np.int64]  # (begin or end, row)
 
 
 class TimedRun(NamedTuple):
-    """Begin and end of all rows of the slots of this process, slot after slot, and the mini-batches they trained."""
+    """Begin and end of all rows of this process's slots, slot after slot, and the number of mini-batches."""
 
     readings: Readings
     batches: int
 
 
 class Clock(Observer):
-    """Readings of the slots of one process, in nanoseconds of its host's monotonic clock.
+    """Clock readings of the slots of one process, in nanoseconds of its host's monotonic clock.
 
-    A run is a step of synchronous training, or all from the fill to the drain of asynchronous training. What happens
-    between two calls of the executor, a user's own code, say, is no row's time.
+    A run is a step of synchronous training, or asynchronous training from fill to drain. Time between two calls of the
+    executor, such as the user's own code, belongs to no row.
     """
 
     def __init__(self, slots: tuple[int, ...], keep: int = KEEP, read: Callable[[], int] = perf_counter_ns) -> None:
         self.slots, self.read = slots, read
         self.runs: deque[TimedRun] = deque(maxlen=keep)
-        self.done = 0  # runs, those no longer kept included
+        self.done = 0  # runs finished, those no longer kept included
         self.forget()
 
     def forget(self) -> None:
-        """A run begins; of one that failed nothing counts."""
+        """Discard the readings of a failed run, or begin a new one."""
         self.starts: dict[int, list[int]] = {slot: [] for slot in self.slots}
         self.ends: dict[int, list[int]] = {slot: [] for slot in self.slots}
 
@@ -56,7 +56,7 @@ class Clock(Observer):
         self.end.append(self.now)
 
     def finish(self, batches: int, rows: int | None = None) -> None:
-        """The run is over; it is not kept unless all of its `rows`, of all slots, are."""
+        """End a run. It is kept only if all of its `rows`, over all slots, were recorded."""
         self.done += 1
         flat = [[reading for slot in self.slots for reading in times[slot]] for times in (self.starts, self.ends)]
         if rows is None or len(flat[0]) == rows:

@@ -1,8 +1,8 @@
-"""Bytes of memory that this process has, and has had at most, by the books of whoever hands memory out.
+"""Current and peak memory of this process, as the allocator reports it.
 
-The host's books are the kernel's: its high-water mark can be set back to what there is now, so that a mark from before
-the training does not hide the training's own. Files that are mapped, libraries' code above all, are left out: how much
-of them is in memory is up to the kernel. A GPU's are those of torch's allocator.
+On the host this is the kernel's high-water mark, which is reset when measurement begins, so that an earlier peak does
+not hide that of the training. Mapped files, mainly the code of libraries, are left out: the kernel decides how much of
+them is in memory. On a GPU it is torch's allocator.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pathlib import Path
 import torch
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-CLEAR_PEAK = "5"  # what the kernel wants to read there to set the mark back
+CLEAR_PEAK = "5"  # written to CLEAR to reset the high-water mark
 
-_before = 0  # the mark when it was last set back
+_before = 0  # the mark when it was last reset
 
 
 def resident() -> int:
-    """Bytes of host memory now."""
+    """Return the current bytes of host memory."""
     return _status("VmRSS")
 
 
 def highest() -> int:
-    """The most bytes of host memory since the process began."""
+    """Return the peak bytes of host memory since the process began."""
     return max(_status("VmHWM"), _before)
 
 
 class PeakMemory:
-    """What a rank had when it began to train, and at most since: on its device."""
+    """The memory of a rank on its device before it trains, and its peak since then."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,7 +44,7 @@ class PeakMemory:
         self.base = torch.cuda.memory_allocated(self.device) if self._cuda else resident() - _status("RssFile")
 
     def restart(self) -> None:
-        """Forget the mark so far."""
+        """Reset the peak."""
         global _before
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -54,7 +54,7 @@ class PeakMemory:
             CLEAR.write_text(CLEAR_PEAK)
 
     def added(self) -> int:
-        """The most bytes since the restart, over those at the begin."""
+        """Return the peak bytes since the restart, without those at the begin."""
         most = torch.cuda.max_memory_allocated(self.device) if self._cuda else _status("VmHWM") - _status("RssFile")
         return most - self.base
 
@@ -64,13 +64,14 @@ class PeakMemory:
 
 
 def _give_back() -> None:
-    """What was freed goes back to the system: else the training would find it there, and seem to take less."""
+    """Return freed memory to the system. Otherwise training would reuse it, and seem to take less."""
     with suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status(name: str) -> int:
-    """Linux's own books: getrusage there begins with what the parent process had. Elsewhere, the mark."""
+    """Return a figure of this process in bytes from Linux; there, getrusage includes the parent's peak. Elsewhere,
+    return the peak of getrusage."""
     if STATUS.exists():
         for line in STATUS.read_text().splitlines():
             if line.startswith(f"{name}:"):

@@ -1,1 +1,1 @@
-"""Versions of the weights: which one an action uses, forecasts, and weights that stages share."""
+"""Versions of the weights: their selection, forecasts, and weights that stages share."""

@@ -1,8 +1,9 @@
-"""Which weights an action sees, in training without a flush.
+"""The selection of the weights that an action sees, in training without a flush.
 
-A forward runs on the version that the schedule names, and its backward, weight gradients that run late included, on
-the same; or, where the law says so, each runs on what is newest. A weight that several stages share has one owner, and
-for a micro-batch every stage uses the version that the owner's forward of it named: the copy follows by version.
+A forward runs on the version that the schedule names, and its backward, late weight gradients included, on the same
+version; or, under the law NEWEST, each action runs on the newest version. A weight that several stages share has one
+owner. For a micro-batch, every stage uses the version that the owner's forward used; the copies follow version by
+version.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from penstock.engine.weights.versions import Key, Versions
 
 _NOTHING = nullcontext()
 
-# The steps that a stage's optimizer would take next, one for each of some weights.
+# Returns the steps that a stage's optimizer would take next, one for each of the weights.
 Foreseen = Callable[[int, list[nn.Parameter]], list[Tensor]]
 
 
 class CurrentWeights:
-    """The one version of synchronous training; `fetch(stage)` has a stage's weights where they are needed next."""
+    """The only version in synchronous training; `fetch(stage)` moves a stage's weights to where they are needed
+    next."""
 
     def __init__(self, fetch: Callable[[int], None]) -> None:
         self.fetch = fetch
@@ -41,14 +43,14 @@ class CurrentWeights:
         return _NOTHING
 
     def ready(self, stage: int) -> None:
-        """Have a stage's weights on its device."""
+        """Move a stage's weights to its device."""
         self.fetch(stage)
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """What is done against stale weights. `decay` is PipeMare's D (None: backward weights are not corrected); `ahead`
-    says that forwards run on forecast weights, and `foreseen` from which steps: None, from the last one taken."""
+    """The mitigation of stale weights. `decay` is PipeMare's D (None: backward weights are not corrected). `ahead`:
+    forwards run on forecast weights. `foreseen` returns the steps of a forecast (None: the last step taken)."""
 
     decay: float | None = None
     ahead: bool = False
@@ -57,21 +59,21 @@ class Remedy:
 
 @dataclass(eq=False)
 class Held:
-    """Weights that one stage uses: its own, or of a group that it shares."""
+    """Weights that one stage uses: its own, or those of a group that it shares."""
 
     stage: int
     owner: int
     versions: Versions
     group: TieGroup | None = None
     far: bool = False  # a copy of weights whose owner lives in another process
-    seen: int = 0  # the newest version that this stage has run on
+    seen: int = 0  # the newest version that this stage has used
     drift: Drift | None = None
     steps: Steps | None = None
 
 
 @dataclass(eq=False)
 class VersionedWeights:
-    """The weights of the stages of one process. `own` are each stage's, without those that it shares."""
+    """The weights of the stages of one process. `own` are each stage's weights without shared ones."""
 
     endless: LoweredLoop
     own: dict[int, list[nn.Parameter]]
@@ -83,12 +85,12 @@ class VersionedWeights:
         shared = {group.number: Versions(group.parameters) for group in self.ties.groups}
         self.held: dict[int, list[Held]] = {}
         for stage, parameters in self.own.items():
-            mine = [Held(stage, stage, Versions(parameters))]
+            held_of_stage = [Held(stage, stage, Versions(parameters))]
             for group in self.ties.groups:
                 if stage in group.stages:
                     far = group.owner not in self.own
-                    mine.append(Held(stage, group.owner, shared[group.number], group, far))
-            self.held[stage] = mine
+                    held_of_stage.append(Held(stage, group.owner, shared[group.number], group, far))
+            self.held[stage] = held_of_stage
         self.users: dict[Versions, list[Held]] = {}
         for held in self.every():
             self.users.setdefault(held.versions, []).append(held)
@@ -97,11 +99,11 @@ class VersionedWeights:
         self.begin()
 
     def begin(self) -> None:
-        """A new run: what is newest is version 0."""
-        self.next = dict.fromkeys(self.own, 0)  # the micro-batch that each stage runs forward next
-        self.total: int | None = None  # micro-batches in all, as soon as that is known
+        """Begin a new run: the newest version becomes version 0."""
+        self.next = dict.fromkeys(self.own, 0)  # the next micro-batch of each stage's forward
+        self.total: int | None = None  # micro-batches in all, once known
         self.live: dict[tuple[int, int], list[Key]] = {}
-        self.level = False  # a mini-batch by itself: its backward finds the very weights of its forward
+        self.level = False  # whether the mini-batch runs alone: its backward has the weights of its forward
         for held in self.every():
             held.seen = 0
             held.versions.restart()
@@ -111,7 +113,7 @@ class VersionedWeights:
                 held.drift.forget()
 
     def end(self) -> None:
-        """All is drained: copies take up what is left to be heard."""
+        """End a run after the drain: copies take up the last versions."""
         for held in self.every():
             if held.owner != held.stage:
                 self._bring(held, -(-(self.total or 0) // self.endless.shape.microbatches))
@@ -119,7 +121,7 @@ class VersionedWeights:
 
     @contextmanager
     def at(self, op: Op, stage: int, microbatch: int, version: int) -> Iterator[None]:
-        """Around an action: `.data` of what the stage uses is what the action shall see."""
+        """Set `.data` of the stage's weights to the version that the action sees, within the context."""
         if op in (Op.F, Op.FB):
             keys = [self._ahead(held, microbatch, self._named(held, microbatch, version)) for held in self.held[stage]]
             self._show(stage, keys)
@@ -138,23 +140,23 @@ class VersionedWeights:
                 self._release(stage, microbatch)
 
     def ready(self, stage: int) -> None:
-        """Outside of a run the newest weights are in place."""
+        """Do nothing: outside of a run the newest weights are in place."""
 
     @contextmanager
     def updating(self, stage: int) -> Iterator[None]:
-        """Around a stage's update, which makes a new version of what it owns."""
+        """Create a new version of the weights that a stage owns, which the optimizer changes within the context."""
         for notify in self.observers.update_begins:
             notify(stage)
-        mine = [held for held in self.held[stage] if held.owner == stage]
-        for held in mine:
+        owned = [held for held in self.held[stage] if held.owner == stage]
+        for held in owned:
             held.versions.show_newest()
-            self._leave(held, held.versions.data[held.versions.shown])
+            self._before_update(held, held.versions.data[held.versions.shown])
             held.versions.advance(self._oldest(held))
-        with _unsafe_preserve_version_counter(tuple(p for held in mine for p in held.versions.parameters)):
+        with _unsafe_preserve_version_counter(tuple(p for held in owned for p in held.versions.parameters)):
             yield
-        for held in mine:
-            held.versions.take_in()
-            self._arrive(held, held.versions.data[held.versions.shown])
+        for held in owned:
+            held.versions.copy_replaced()
+            self._after_update(held, held.versions.data[held.versions.shown])
             held.seen = held.versions.newest
             if held.group is not None:
                 self.ties.send_weights(held.group)
@@ -163,36 +165,36 @@ class VersionedWeights:
 
     @property
     def bytes(self) -> dict[int, int]:
-        """Of all versions, by the stage that owns them, or that has a copy."""
-        found = dict.fromkeys(self.own, 0)
+        """Bytes of all versions, by the stage that owns them or has a copy."""
+        total = dict.fromkeys(self.own, 0)
         for versions, stage in {held.versions: held.stage for held in reversed(list(self.every()))}.items():
-            found[stage] += versions.bytes
-        return found
+            total[stage] += versions.bytes
+        return total
 
     def _named(self, held: Held, microbatch: int, version: int) -> int:
-        """The version of these weights that a forward shall see; a stage that shares them is brought up to it."""
+        """Return the version of these weights that a forward sees; update a copy up to it."""
         if held.owner == held.stage:
             return version
-        wanted = self.endless.named(held.owner, microbatch)
-        self._bring(held, wanted)
-        return wanted
+        target = self.endless.named(held.owner, microbatch)
+        self._bring(held, target)
+        return target
 
-    def _bring(self, held: Held, wanted: int) -> None:
-        """A stage beside the owner's takes up versions, one after the other."""
+    def _bring(self, held: Held, target: int) -> None:
+        """Update a copy, version by version."""
         if held.far:
-            self._follow(held, wanted)
+            self._follow(held, target)
         elif held.drift is not None or held.steps is not None:
-            for version in range(held.seen + 1, wanted + 1):
-                self._leave(held, held.versions.data[Key(version - 1)])
-                self._arrive(held, held.versions.data[Key(version)], version)
-        held.seen = max(held.seen, wanted)
+            for version in range(held.seen + 1, target + 1):
+                self._before_update(held, held.versions.data[Key(version - 1)])
+                self._after_update(held, held.versions.data[Key(version)], version)
+        held.seen = max(held.seen, target)
 
     def _current(self, held: Held) -> Key:
-        """What is newest for a stage: of a copy, what its last forward saw."""
+        """Return the newest version for a stage; for a copy, the one that its last forward used."""
         return Key(held.versions.newest if held.owner == held.stage else held.seen)
 
     def _ahead(self, held: Held, microbatch: int, version: int) -> Key:
-        """The version itself, or a forecast of what it will be when the gradient comes to be used."""
+        """Return the version itself, or a forecast of the version to which the gradient will be applied."""
         gap = microbatch // self.endless.shape.microbatches - version
         key = Key(version, gap if self.remedy.ahead else 0)
         if key.ahead and held.steps is not None:
@@ -217,27 +219,27 @@ class VersionedWeights:
             held.versions.trim(self._oldest(held))
 
     def _oldest(self, held: Held) -> int:
-        """The oldest version that anybody here will still name."""
+        """Return the oldest version that a stage of this process will still use."""
         return min(self._oldest_of(user) for user in self.users[held.versions])
 
     def _oldest_of(self, held: Held) -> int:
         coming = self.next[held.stage]
         ended = self.total is not None and coming >= self.total
         named = FOREVER if ended else self.endless.named(held.owner, coming)
-        looks_back = self.newest or held.steps is not None  # a copy's own newest, or the one that its step leads from
+        looks_back = self.newest or held.steps is not None  # a copy's newest version, or the one before its step
         return min(named, held.seen) if looks_back and held.owner != held.stage and not held.far else named
 
     @contextmanager
     def _corrected(self, stage: int) -> Iterator[None]:
-        """PipeMare's T2: backward weights w - tau * delta."""
-        bent = [held for held in self.held[stage] if held.drift is not None and not self.level]
-        for held in bent:
+        """Show PipeMare's T2 backward weights w - tau * delta."""
+        corrected = [held for held in self.held[stage] if held.drift is not None and not self.level]
+        for held in corrected:
             assert held.drift is not None
             held.versions.show_these(held.drift.corrected(held.versions.data[held.versions.shown]))
         try:
             yield
         finally:
-            for held in bent:
+            for held in corrected:
                 held.versions.show_these(held.versions.data[held.versions.shown])
 
     def _follow(self, held: Held, version: int) -> None:
@@ -245,28 +247,28 @@ class VersionedWeights:
         assert held.group is not None
         while held.versions.newest < version:
             held.versions.show_newest()
-            self._leave(held, held.versions.data[held.versions.shown])
+            self._before_update(held, held.versions.data[held.versions.shown])
             held.versions.advance(FOREVER if self.newest else self._oldest(held))
             after = held.versions.data[held.versions.shown]
             torch._foreach_copy_(after, self.ties.receive_weights(held.group, held.stage))
-            self._arrive(held, after)
+            self._after_update(held, after)
 
-    def _leave(self, held: Held, before: list[Tensor]) -> None:
+    def _before_update(self, held: Held, before: list[Tensor]) -> None:
         if held.drift is not None:
-            held.drift.leave(before)
+            held.drift.before_update(before)
         if held.steps is not None and self.remedy.foreseen is None:
-            held.steps.leave(before)
+            held.steps.before_update(before)
 
-    def _arrive(self, held: Held, after: list[Tensor], version: int | None = None) -> None:
+    def _after_update(self, held: Held, after: list[Tensor], version: int | None = None) -> None:
         version = held.versions.newest if version is None else version
         if held.drift is not None:
-            held.drift.arrive(after)
+            held.drift.after_update(after)
         if held.steps is None:
             return
         if self.remedy.foreseen is None:
-            held.steps.arrive(after, version)
+            held.steps.after_update(after, version)
         else:
-            held.steps.take(self.remedy.foreseen(held.owner, held.versions.parameters), version)
+            held.steps.set_steps(self.remedy.foreseen(held.owner, held.versions.parameters), version)
         held.steps.trim(self._oldest_of(held))
 
     def _watch_drift(self) -> None:
@@ -278,5 +280,5 @@ class VersionedWeights:
                 held.steps = Steps(held.versions.parameters)
 
     def every(self) -> Iterable[Held]:
-        """All weights of this process, once for each stage that uses them."""
-        return (held for mine in self.held.values() for held in mine)
+        """Return all weights of this process, once for each stage that uses them."""
+        return (held for stage in self.held.values() for held in stage)

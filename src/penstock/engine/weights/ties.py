@@ -1,9 +1,8 @@
-"""Weights that several stages use: the first of the stages owns them, and weights with the same stages go together.
+"""Weights that several stages use: the first of the stages owns them, and weights with the same stages form a group.
 
-Gradients are added on the owner's stage, stage by stage from the first to the last. A backward ends there, so when the
-owner has its own gradients of a mini-batch, those of the others are on their way or there. After an update the new
-weights go to the processes that have a copy, each version once and in order. Stages of one process share the weight
-itself.
+Gradients are added on the owner's stage, from the first stage to the last. A backward ends there, so when the owner has
+its own gradients of a mini-batch, those of the others have been sent. After an update, the new weights are sent to the
+processes that have a copy, each version once and in order. Stages of one process share the weight itself.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.comm.transport.interface import Key, LaneName, Lanes, Message
+from penstock.comm.transport.interface import LaneName, Lanes, Message, MessageKey
 from penstock.model.stage import Stage
 
 GRADIENTS, WEIGHTS = 0, 1
-FIRST = -3  # numbers in place of a micro-batch's
+FIRST = -3  # used in place of micro-batch numbers, downwards
 
 Parts = dict[int, Tensor]  # by the weight's place in its group
 
 
 @dataclass(frozen=True, eq=False)
 class TieGroup:
-    """Weights with the same stages; the first one owns them."""
+    """Weights with the same stages; the first stage owns them."""
 
     number: int
     stages: tuple[int, ...]
@@ -67,10 +66,10 @@ class TiedWeights:
         self.local: dict[tuple[int, int, int], Parts] = {}  # gradients, by group, stage and mini-batch
 
     def send_gradients(self, stage: Stage, mini_batch: int, dense: bool = False) -> None:
-        """Send the gradients that a stage made for weights it does not own to their owners."""
+        """Send a stage's gradients of weights that it does not own to their owners."""
         for group in self.groups:
             if stage.index in group.stages[1:]:
-                parts = _taken(stage, group, dense)
+                parts = _take_parts(stage, group, dense)
                 if group.owner in self.here:
                     self.local[group.number, stage.index, mini_batch] = parts
                 else:
@@ -78,14 +77,14 @@ class TiedWeights:
                         self._send(lane, group, GRADIENTS, _dense(parts))
 
     def collect_gradients(self, stage: Stage, mini_batch: int, dense: bool = False) -> dict[nn.Parameter, Tensor]:
-        """Return the gradients of a mini-batch, added over all stages, for the weights that a stage owns."""
+        """Return the gradients of a mini-batch for the weights that a stage owns, added over all stages."""
         total: dict[nn.Parameter, Tensor] = {}
         for group in self.groups:
             if stage.index != group.owner:
                 continue
             for user in group.stages:
                 own = user == stage.index
-                parts = _taken(stage, group, dense) if own else self._gradients(group, user, mini_batch)
+                parts = _take_parts(stage, group, dense) if own else self._gradients(group, user, mini_batch)
                 for at, part in parts.items():
                     parameter = group.parameters[at]
                     part = part.to(parameter.device)
@@ -93,14 +92,14 @@ class TiedWeights:
         return total
 
     def owned_elsewhere(self) -> Iterator[tuple[TieGroup, int]]:
-        """Yield the groups of which a stage here has a copy whose owner is another process, with that stage."""
+        """Yield each group with a copy in this process whose owner is in another, and the stage of the copy."""
         for group in self.groups:
             if group.owner not in self.here:
                 yield from ((group, user) for user in group.stages[1:] if user in self.here)
 
     def send_weights(self, group: TieGroup, copied: bool = True) -> None:
-        """Send the owner's new weights to the processes that have a copy; `copied` where a later update may come before
-        they are taken."""
+        """Send the owner's new weights to the processes that have a copy; `copied` where an update may come before they
+        are received."""
         for user in group.stages[1:]:
             if user not in self.here:
                 weights = [p.detach().clone() if copied else p.detach() for p in group.parameters]
@@ -113,7 +112,7 @@ class TiedWeights:
         return [weights[at] for at in range(len(group.parameters))]
 
     def forget(self) -> None:
-        """Forget gradients that an interrupted run has left behind."""
+        """Discard gradients of an interrupted run."""
         self.local.clear()
 
     def _gradients(self, group: TieGroup, user: int, mini_batch: int) -> Parts:
@@ -149,11 +148,11 @@ class TiedWeights:
         return {at: tensor.to(group.parameters[at].device) for at, tensor in values.items()}
 
 
-def _key(count: int, group: TieGroup, kind: int) -> Key:
-    return Key(count, FIRST - 2 * group.number - kind)
+def _key(count: int, group: TieGroup, kind: int) -> MessageKey:
+    return MessageKey(count, FIRST - 2 * group.number - kind)
 
 
-def _taken(stage: Stage, group: TieGroup, dense: bool) -> Parts:
+def _take_parts(stage: Stage, group: TieGroup, dense: bool) -> Parts:
     parts = {at: stage.parts.pop(p) for at, p in enumerate(group.parameters) if p in stage.parts}
     return _dense(parts) if dense else parts
 
@@ -163,7 +162,7 @@ def _dense(parts: Parts) -> Parts:
 
 
 def _sum(first: Tensor, second: Tensor) -> Tensor:
-    """Add gradients of two stages; a sparse one is made dense where the other is."""
+    """Add the gradients of two stages; a sparse one is made dense if the other is dense."""
     if first.layout is not second.layout:
         first, second = (one.to_dense() if one.layout is not torch.strided else one for one in (first, second))
     return first + second

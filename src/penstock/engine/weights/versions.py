@@ -1,7 +1,7 @@
-"""The versions of some weights that change together: buffers, of which `.data` shows one at a time.
+"""The versions of weights that change together: buffers, one of which is shown in `.data` at a time.
 
-A new version goes into a buffer of its own while anybody still needs the old one, so nothing that a live forward holds
-is ever overwritten. Buffers that nobody needs any more are used again.
+A new version gets a buffer of its own while the old one is in use, so a version that a live forward holds is never
+overwritten. Free buffers are reused.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 class Key(NamedTuple):
-    """A version; or, `ahead` updates further on, what was forecast from it."""
+    """A version, or a forecast from it, `ahead` updates further on."""
 
     version: int
     ahead: int = 0
 
 
 class Versions:
-    """Starts with one version, 0: what the parameters hold."""
+    """The versions of some parameters, at first one, 0: the parameters' values."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -33,7 +33,7 @@ class Versions:
         self.spare: list[list[Tensor]] = []
 
     def show(self, key: Key) -> None:
-        """Let `.data` be that version's."""
+        """Set `.data` to a version."""
         if key != self.shown:
             self.show_these(self.data[key])
             self.shown = key
@@ -46,14 +46,14 @@ class Versions:
         self.show(Key(self.newest))
 
     def hold(self, key: Key) -> None:
-        """A forward has run on it, and its backward will come."""
+        """Keep a version for the backward of a forward that has run on it."""
         self.uses[key] += 1
 
     def release(self, key: Key) -> None:
         self.uses[key] -= 1
 
     def trim(self, oldest: int) -> None:
-        """Let go of what no live forward holds, and no coming one will name: they name `oldest` or later ones."""
+        """Free the versions that no live forward holds and no later one uses: those use `oldest` or later ones."""
         for key in [key for key in self.data if key.version < oldest and not self.uses[key]]:
             if key != Key(self.newest):
                 if key == self.shown:
@@ -62,7 +62,8 @@ class Versions:
                 del self.uses[key]
 
     def advance(self, oldest: int) -> None:
-        """A new version, at first equal to the newest; that remains if live forwards hold it or coming ones name it."""
+        """Add a version, at first equal to the newest. The old buffer is kept if live forwards hold it or later ones
+        use it."""
         self.trim(oldest)
         before, after = Key(self.newest), Key(self.newest + 1)
         self.show(before)
@@ -74,24 +75,24 @@ class Versions:
         self.newest += 1
         self.show(after)
 
-    def take_in(self) -> None:
-        """After an update: an optimizer may have put tensors of its own in the place of those that are shown."""
-        for parameter, mine in zip(self.parameters, self.data[self.shown], strict=True):
-            if parameter.data_ptr() != mine.data_ptr():
-                mine.copy_(parameter.detach())
-                parameter.data = mine
+    def copy_replaced(self) -> None:
+        """Copy tensors that an optimizer has put in place of the shown ones back into the shown ones, after an
+        update."""
+        for parameter, tensor in zip(self.parameters, self.data[self.shown], strict=True):
+            if parameter.data_ptr() != tensor.data_ptr():
+                tensor.copy_(parameter.detach())
+                parameter.data = tensor
 
     def forecast(self, key: Key, steps: list[Tensor]) -> None:
-        """Make what `steps`, taken `key.ahead` times, would make of a version, unless it is there."""
+        """Compute the forecast of a version by adding `steps` `key.ahead` times, unless it exists."""
         if key not in self.data:
-            made = self._copy(self.data[Key(key.version)])
-            if made:
-                torch._foreach_add_(made, steps, alpha=key.ahead)
-            self.data[key] = made
+            forecast = self._copy(self.data[Key(key.version)])
+            if forecast:
+                torch._foreach_add_(forecast, steps, alpha=key.ahead)
+            self.data[key] = forecast
 
     def restart(self) -> None:
-        """The newest version, or what somebody has put in its place since, becomes version 0; nothing else may be in
-        use."""
+        """Make the newest version, or what has replaced it since, version 0. No other version may be in use."""
         self.show_newest()
         kept = [parameter.data for parameter in self.parameters]
         self.newest, self.shown, self.data, self.spare = 0, Key(0), {Key(0): kept}, []
@@ -99,12 +100,12 @@ class Versions:
 
     @property
     def bytes(self) -> int:
-        """Of all buffers, spare ones included."""
+        """Bytes of all buffers, free ones included."""
         every = [*self.data.values(), *self.spare]
         return sum(tensor.numel() * tensor.element_size() for tensors in every for tensor in tensors)
 
     def _copy(self, tensors: list[Tensor]) -> list[Tensor]:
-        made = self.spare.pop() if self.spare else [torch.empty_like(tensor) for tensor in tensors]
-        if made:  # a stage may be without weights of its own
-            torch._foreach_copy_(made, tensors)
-        return made
+        copies = self.spare.pop() if self.spare else [torch.empty_like(tensor) for tensor in tensors]
+        if copies:  # a stage may have no weights of its own
+            torch._foreach_copy_(copies, tensors)
+        return copies

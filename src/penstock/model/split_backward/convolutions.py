@@ -1,4 +1,4 @@
-"""Stand-ins for the convolutions, of one to three dimensions, and their transposes."""
+"""Stand-ins for the convolutions of one to three dimensions, and their transposes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Numbers = int | Sequence[int]
 
 
 def convolution(torchs: Callable[..., Tensor], dimensions: int) -> Callable[..., Tensor]:
-    """In place of `torch.conv1d`, `conv2d` or `conv3d`."""
+    """Return a stand-in for `torch.conv1d`, `conv2d` or `conv3d`."""
 
     def stand_in(
         input: Tensor,
@@ -35,7 +35,7 @@ def convolution(torchs: Callable[..., Tensor], dimensions: int) -> Callable[...,
 
 
 def transposed_convolution(torchs: Callable[..., Tensor], dimensions: int) -> Callable[..., Tensor]:
-    """In place of `torch.conv_transpose1d`, `conv_transpose2d` or `conv_transpose3d`."""
+    """Return a stand-in for `torch.conv_transpose1d`, `conv_transpose2d` or `conv_transpose3d`."""
 
     def stand_in(
         input: Tensor,
@@ -86,7 +86,7 @@ def _each(setting: Numbers, n: int) -> list[int]:
 
 
 def _padding(padding: str | Numbers, dilation: list[int], kernel: Sequence[int]) -> list[int] | None:
-    """Numbers for `padding`; None where "same" would pad one side more than the other."""
+    """Return numbers for `padding`; None where "same" would pad one side more than the other."""
     if not isinstance(padding, str):
         return _each(padding, len(kernel))
     if padding == "valid":

@@ -1,4 +1,5 @@
-"""A call in two halves: the result and the input gradient now, the gradients of weight and bias through the queue."""
+"""A call with a split backward: the input gradient is computed now, those of weight and bias later through the
+queue."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from penstock.errors import InputError
 from penstock.model.split_backward.operations import Operation
 from penstock.model.split_backward.queue import Owed, WeightQueue, root_of
 
-# Saved with every call. Recompute that happens outside `deferring` saves other tensors, of which a square weight's
-# transpose has the same shape; this one has a shape that nothing else has, so checkpoint notices.
+# Saved with every call. A recomputation outside `deferring` saves other tensors, which may have the same shapes, such
+# as the transpose of a square weight. This one has a unique shape, so that checkpoint detects the difference.
 _MARK = torch.empty(0, 0, 0, device="cpu")
 
 
 @dataclass(slots=True)
 class _Call:
-    """Hides the weight from autograd: a Function must not return None for a parameter, its hooks would run on it."""
+    """The call, hidden from autograd: a Function must not return None for a parameter, as its hooks would run on it."""
 
     queue: WeightQueue
     operation: Operation
@@ -33,7 +34,7 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, x: Tensor, call: _Call) -> Tensor:
         weight, bias = call.weight, call.bias
-        call.weight = call.bias = None  # what is kept is what is saved, so checkpoint and offloading can see it
+        call.weight = call.bias = None  # only saved tensors are kept, so that checkpoint and offloading see them
         assert weight is not None
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -62,7 +63,7 @@ class _Deferred(torch.autograd.Function):
 
 
 def defer(queue: WeightQueue, operation: Operation, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The operation's result; its backward leaves the gradients of weight and bias to the queue."""
+    """Return the operation's result; its backward leaves the gradients of weight and bias to the queue."""
     owed = Owed(operation.weight_gradient)
     call = _Call(queue, operation, weight, bias, owed, root_of(owed, weight, bias))
     return _Deferred.apply(queue.gate, x, call)  # type: ignore[no-untyped-call,no-any-return]

@@ -1,4 +1,4 @@
-"""Which calls of a function may be taken over, and with what precision."""
+"""Decide which calls of a function can be deferred, and with what precision."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _STATELESS = frozenset(
     )
 )
 
-_OURS = (Tensor, Parameter, FakeTensor)  # of subclasses only the one that does what a plain tensor would
+_OURS = (Tensor, Parameter, FakeTensor)  # of subclasses only those that behave as a plain tensor
 
 
 def plain(*tensors: Tensor | None) -> bool:
-    """Ordinary dense tensors of real numbers, where nothing else watches or changes what functions do."""
+    """Whether tensors are ordinary, dense and real, and no mode observes or changes functions."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -61,10 +61,10 @@ def plain(*tensors: Tensor | None) -> bool:
 
 
 def leads_to_parameter(tensor: Tensor) -> bool:
-    """Is it a parameter that wants a gradient, or one seen through views and casts?
+    """Whether a tensor is a parameter that requires grad, or a view or cast of one.
 
-    A computed weight (weight norm, say) is not: its graph can be walked once, and the input gradient may have to. Nor
-    is a leaf that is no Parameter: it may be an input of the stage, whose gradient is asked for now.
+    A computed weight (such as weight norm) is not: its graph can be run backward only once, and the input gradient may
+    have to. Neither is a leaf that is no Parameter: it may be an input of the stage, whose gradient is needed now.
     """
     if tensor.grad_fn is None:
         return isinstance(tensor, Parameter)
@@ -75,7 +75,7 @@ def leads_to_parameter(tensor: Tensor) -> bool:
 
 
 def can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Weight and bias are a parameter's, and the call is an ordinary one."""
+    """Whether weight and bias belong to parameters, and the call is an ordinary one."""
     if not (isinstance(weight, Tensor) and weight.requires_grad and plain(x, weight, bias)):
         return False
     return leads_to_parameter(weight) and (bias is None or not bias.requires_grad or leads_to_parameter(bias))
@@ -84,7 +84,7 @@ def can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def as_autocast(
     queue: WeightQueue, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors in the precision that autocast would give them; the cast is part of the graph."""
+    """Return the tensors in the precision of autocast; the cast is part of the graph."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return x, weight, bias
@@ -96,7 +96,7 @@ def as_autocast(
 def _cast(queue: WeightQueue, kind: str, dtype: torch.dtype, tensor: Tensor) -> Tensor:
     if tensor.device.type != kind or not tensor.is_floating_point() or tensor.dtype in (dtype, torch.float64):
         return tensor
-    # Autocast casts a leaf once and uses the copy again, so that gradients of several uses add up in low precision.
+    # Autocast casts a leaf once and reuses the copy, so that gradients of several uses are added in low precision.
     keep = tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
     if not (keep and torch.is_autocast_cache_enabled()):
         return tensor.to(dtype)

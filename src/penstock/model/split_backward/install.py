@@ -1,7 +1,7 @@
-"""Puts the stand-ins in place, and takes them away.
+"""Install the stand-ins, and remove them.
 
-The functions themselves are replaced. A TorchFunctionMode would not do: it is off inside a backward, so that recompute
-would go wrong in silence, and it does not see what multi-head attention calls.
+The functions themselves are replaced. A TorchFunctionMode is not sufficient: it is off inside a backward, so that a
+recomputation would be wrong without an error, and it does not intercept the functions that multi-head attention calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _users = 0  # in all threads
 
 @contextmanager
 def deferring(queue: WeightQueue) -> Iterator[None]:
-    """Put off weight gradients: around a stage's forward, and around its backward, where checkpoints run it again."""
+    """Defer weight gradients: in a stage's forward, and in its backward, where checkpoints run the forward again."""
     _count(1)
     threads.own.queues.append(queue)
     try:
@@ -42,5 +42,5 @@ def _count(change: int) -> None:
 def _exchange(put: bool) -> None:
     for place, name, torchs, ours in PLACES:
         before, after = (torchs, ours) if put else (ours, torchs)
-        if getattr(place, name) is before:  # what somebody else replaced stays theirs
+        if getattr(place, name) is before:  # functions replaced by others are left alone
             setattr(place, name, after)

@@ -1,7 +1,7 @@
-"""The operations whose weight gradient can wait: linear, convolution, embedding.
+"""The operations whose weight gradient can be deferred: linear, convolution, embedding.
 
-Each gives three formulas: the result, the gradient of its input, and the gradients of its weight and bias. They are
-those of PyTorch's own backward, in the same order and layout, so that results have equal bits.
+Each has three formulas: the result, the gradient of its input, and the gradients of its weight and bias. They are those
+of PyTorch's backward, in the same order and layout, so that results have equal bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.model.split_backward.queue import Gradients
 
-# Overloads named once: finding them costs more than a small layer's product.
+# Overloads are looked up once: that costs more than a small layer's product.
 _addmm = torch.ops.aten.addmm.default
 _convolution_backward = torch.ops.aten.convolution_backward.default
 _embedding = torch.ops.aten.embedding.default
@@ -23,20 +23,20 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class Operation(Protocol):
-    """One call's settings and formulas."""
+    """The settings and formulas of one call."""
 
     saves_weight: bool
 
     def result(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def fold(self, gradient: Tensor) -> Tensor:
-        """The output's gradient in the shape both formulas want."""
+        """Return the output's gradient in the shape that both formulas expect."""
         ...
 
     def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def holds(self, gradient: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor, ...]:
-        """What the weight gradient needs."""
+        """Return the tensors that the weight gradient needs."""
         ...
 
     def weight_gradient(self, *held: Tensor, needed: tuple[bool, ...]) -> Gradients: ...
@@ -44,11 +44,11 @@ class Operation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = x wᵀ + b, x already folded to a matrix; y unfolds to `shape`."""
+    """y = x wᵀ + b, with x folded to a matrix; y is unfolded to `shape`."""
 
     shape: tuple[int, ...]
     fused: bool  # the bias is added inside the product, as torch does where x is a matrix in memory
-    transposed: bool  # wᵀ lies row by row in memory; torch then computes the gradient the other way round
+    transposed: bool  # wᵀ is contiguous; torch then computes the transposed gradient
 
     saves_weight = True
 
@@ -59,7 +59,7 @@ class Linear:
             y = torch.mm(x, weight.t())
             if bias is not None:
                 y += bias
-        # Not a view: what a Function returns as a view of its own making may not be changed in place.
+        # Not a view: a view that a Function creates and returns may not be changed in place.
         return y if len(self.shape) == 2 else _unsafe_view(y, self.shape)
 
     def fold(self, gradient: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Convolution:
         return found[0]  # type: ignore[no-any-return]
 
     def holds(self, gradient: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor, ...]:
-        # The weight for its shape and layout. Its values are never read, so an update between I and W does no harm.
+        # The weight is kept for its shape and layout. Its values are not read, so an update before W is harmless.
         assert weight is not None
         return gradient, x, weight if isinstance(weight, torch.nn.Parameter) else weight.data
 
@@ -117,7 +117,7 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rows of a table; x holds their numbers."""
+    """Rows of a table; x holds their indices."""
 
     rows: int
     padding_idx: int

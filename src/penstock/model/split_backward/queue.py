@@ -1,9 +1,9 @@
-"""Weight gradients that wait: what one micro-batch owes its parameters between its input gradient and its W.
+"""The deferred weight gradients of one micro-batch, between its input gradient and its W.
 
-Every intercepted call leaves a root: an empty tensor whose graph node leads to the call's weight and bias, through the
-views and casts that were made of them. The input gradient hands the node what it needs; `run` is one ordinary backward
-from all roots. So autograd itself adds what belongs to one parameter, casts it, fires hooks once and steals or
-accumulates into `.grad`, exactly as in a plain backward.
+Every intercepted call leaves a root: an empty tensor whose graph node leads to the call's weight and bias, through
+their views and casts. The input gradient gives the node the tensors it needs; `run` is one ordinary backward from all
+roots. So autograd itself adds the gradients of one parameter, casts them, fires hooks once and accumulates into
+`.grad`, exactly as in a plain backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Gradients = tuple[Tensor | None, ...]  # of the weight and of the bias
 
 
 class Owed:
-    """The weight gradient of one call: a formula, and after the input gradient the tensors it works on."""
+    """The weight gradient of one call: a formula and, after the input gradient, its tensors."""
 
     __slots__ = ("formula", "held")
 
@@ -33,7 +33,7 @@ class Owed:
         self.held.append(tuple((tensor, tensor._version) for tensor in tensors))
 
     def compute(self, needed: tuple[bool, ...]) -> Gradients:
-        """The gradients; lets go of the tensors, so that memory falls while the queue runs."""
+        """Return the gradients, and release the tensors, so that memory is freed while the queue runs."""
         held, self.held = self.held, []
         total: Gradients = (None,) * len(needed)
         for pairs in held:
@@ -50,7 +50,7 @@ class Owed:
 
 
 class _Root(torch.autograd.Function):
-    """The node that computes an owed gradient when the queue runs. It saves no tensor: its edges are all it keeps."""
+    """The node that computes a deferred gradient when the queue runs. It saves no tensor, only its edges."""
 
     @staticmethod
     def forward(ctx: Any, owed: Owed, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,29 +67,29 @@ def root_of(owed: Owed, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class WeightQueue:
-    """The weight gradients of one micro-batch. Used again after `run`, it serves the next."""
+    """The weight gradients of one micro-batch. After `run`, it can be used for the next."""
 
     def __init__(self) -> None:
         # Every intercepted call takes the gate as an input. It gives a graph to a layer whose input needs no gradient,
-        # and it tells a full backward from a user's own `autograd.grad` in the forward, which never reaches the gate.
+        # and distinguishes a full backward from a user's `autograd.grad` in the forward, which never reaches the gate.
         self.gate = torch.empty(0, device="cpu", requires_grad=True)
         self.gate_node = torch.autograd.graph.get_gradient_edge(self.gate).node
-        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # as autocast keeps, for one region
+        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # the cache of autocast, for one region
         self._waiting: list[tuple[Owed, Tensor]] = []
 
     @property
     def waiting(self) -> int:
-        """Calls whose weight gradient is yet to be computed."""
+        """Number of calls whose weight gradient is yet to be computed."""
         return len(self._waiting)
 
     def add(self, owed: Owed, root: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        """Called from a backward, on whatever thread autograd runs it."""
+        """Add a call's tensors; called from a backward, on any thread of autograd."""
         if not owed.held:
             self._waiting.append((owed, root))
         owed.hold(tensors)
 
     def run(self) -> None:
-        """Compute every waiting gradient into its parameter's `.grad`, and let go of all that was held."""
+        """Compute every deferred gradient into its parameter's `.grad`, and release all tensors."""
         waiting, self._waiting = self._waiting, []
         if waiting:
             roots = [root for _, root in waiting]

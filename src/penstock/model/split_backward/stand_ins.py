@@ -1,4 +1,4 @@
-"""Functions that stand in for torch's own: they do what torch does, unless their thread puts off weight gradients."""
+"""Stand-ins for torch's functions: they do the same, unless their thread defers weight gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, out: Any = None) -> Tensor:
-    """GPT-2's linear layer: its weight lies the other way round."""
+    """GPT-2's linear layer, whose weight is transposed."""
     ours = beta == 1 and alpha == 1 and out is None and not torch.compiler.is_compiling()
     if not ours or (queue := threads.current()) is None or not can_wait(mat1, mat2, input):
         return _addmm(input, mat1, mat2, beta=beta, alpha=alpha, **({} if out is None else {"out": out}))
@@ -59,7 +59,8 @@ def embedding(
 
 
 def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch would find nothing, or a part, for a weight that was taken out of the graph: say so instead."""
+    """Raise for a parameter while weight gradients are deferred: torch would return nothing, or a part of its
+    gradient."""
     asked = _several(inputs)
     if threads.own.queues and any(isinstance(one, Parameter) for one in asked):
         raise InputError(
@@ -80,17 +81,17 @@ def _several(given: Any) -> list[Any]:
     return [given] if isinstance(given, (Tensor, GradientEdge)) else list(given)
 
 
-Place = tuple[Any, str, Callable[..., Any], Callable[..., Any]]  # where, under what name, torch's own, ours
+Place = tuple[Any, str, Callable[..., Any], Callable[..., Any]]  # module, name, torch's function, stand-in
 
 
 def _places() -> list[Place]:
-    # Not `torch._C._nn.linear`: torch looks there for the function that it tells a TorchFunctionMode.
+    # Not `torch._C._nn.linear`: torch takes the function that it passes to a TorchFunctionMode from there.
     places: list[Place] = [
         (F, "linear", _linear, linear),
         (torch, "addmm", _addmm, addmm),
-        (torch, "embedding", _embedding, embedding),  # what F.embedding ends in
+        (torch, "embedding", _embedding, embedding),  # called by F.embedding
         (torch.autograd, "grad", _grad, grad),
-        (torch.autograd, "backward", _backward, backward),  # what Tensor.backward ends in
+        (torch.autograd, "backward", _backward, backward),  # called by Tensor.backward
     ]
     for n in (1, 2, 3):
         for name, make in ((f"conv{n}d", convolution), (f"conv_transpose{n}d", transposed_convolution)):
@@ -105,5 +106,6 @@ _OURS = {torchs: ours for _, _, torchs, ours in PLACES}
 
 
 def stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours for one of torch's own, for a TorchFunctionMode, which is handed torch's; anything else as it is."""
+    """Return the stand-in for a torch function, for a TorchFunctionMode, which gets torch's; any other function
+    unchanged."""
     return _OURS.get(function, function)

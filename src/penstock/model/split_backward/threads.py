@@ -1,7 +1,7 @@
-"""Whose weight gradients are put off: every thread has queues of its own, the innermost last.
+"""The queues for deferred weight gradients: every thread has its own, the innermost last.
 
-A backward's work on a CUDA device is done by a thread of autograd's, and a checkpoint may recompute there. So whoever
-starts a backward has its first nodes tell, on the thread where they run, which queue their backward belongs to.
+A backward on a CUDA device runs on a thread of autograd, and a checkpoint may recompute there. So hooks on the first
+nodes of a backward register, on that thread, which queue the backward belongs to.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def _mine() -> WeightQueue | None:
 
 
 def current() -> WeightQueue | None:
-    """Where weight gradients go now; None where there is no graph, or nobody waits."""
+    """Return the queue for weight gradients; None where there is no graph, or they are not deferred."""
     return _mine() if torch.is_grad_enabled() else None
 
 
 @contextmanager
 def telling(roots: Sequence[Tensor | GradientEdge]) -> Iterator[None]:
-    """Around a backward from these roots."""
+    """Register this thread's queue for a backward from these roots."""
     queue = _mine()
     if queue is None:
         yield

@@ -59,13 +59,7 @@ def search(
     of all schedules `margin` decides: a gain below that share is not worth an asynchronous schedule, nor one that is
     less simple.
     """
-    whole("microbatches", microbatches)
-    if microbatches > MOST_MICROBATCHES:
-        expected = f"a batch of at most {MOST_MICROBATCHES:,} micro-batches of the profile's size"
-        raise InputError(expected, f"{microbatches:,}", "profile larger micro-batches")
-    whole("seed", seed, 0)
-    if replicas is not None:
-        whole("replicas", replicas)
+    _require_numbers(microbatches, seed, replicas, seconds, margin)
     for name, value in (
         ("recompute", recompute),
         ("whole_rows", whole_rows),
@@ -73,33 +67,63 @@ def search(
         ("allow_async", allow_async),
     ):
         truth(name, value)
+    space = SearchSpace(
+        profile, cluster, chosen_methods(schedules, allow_async), microbatches, recompute, whole_rows, replicas
+    )
+    free = replace(space, methods=tuple(method for method in space.methods if not method.cap) or space.methods)
+    few = _count(free, all_multiples(microbatches, fixed)) <= FEW
+    sizes = all_multiples(microbatches, fixed) if few else multiples(microbatches, fixed)
+    plans = ScoredPlans(free, evaluate, inf if seconds is None else seconds, margin=margin)
+    bound = _bound(space, sizes)
+    exact = _simulate(plans, space, sizes, few)
+    if not exact:
+        plans.improve(Random(seed))
+    if confirm is not None:
+        plans.confirm(confirm)
+    return _outcome(plans, space, sizes, bound, exact)
+
+
+def _require_numbers(microbatches: int, seed: int, replicas: int | None, seconds: float | None, margin: float) -> None:
+    """Raise InputError for a number that no search can use."""
+    whole("microbatches", microbatches)
+    if microbatches > MOST_MICROBATCHES:
+        expected = f"a batch of at most {MOST_MICROBATCHES:,} micro-batches of the profile's size"
+        raise InputError(expected, f"{microbatches:,}", "profile larger micro-batches")
+    whole("seed", seed, 0)
+    if replicas is not None:
+        whole("replicas", replicas)
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
         raise InputError("seconds to be 0 or more", seconds, "give the search some time, or no limit")
     if not (isinstance(margin, (int, float)) and 0 <= margin < inf):
         raise InputError("margin to be a share of 0 or more", margin, "0.01 takes a simpler schedule that loses 1%")
-    space = SearchSpace(
-        profile, cluster, chosen_methods(schedules, allow_async), microbatches, recompute, whole_rows, replicas
-    )
-    sizes = all_multiples(microbatches, fixed)
+
+
+def _bound(space: SearchSpace, sizes: list[int]) -> float:
+    """Return seconds that no plan of the space can beat."""
+    sized = [(space.sized(times), space.microbatches // times) for times in sizes]
+    return min(lower_bound(profile, space.cluster, space.methods, steps, space.replicas) for profile, steps in sized)
+
+
+def _simulate(plans: ScoredPlans, space: SearchSpace, sizes: list[int], few: bool) -> bool:
+    """Try the schedules without a limit of micro-batches in flight, and those with one where memory decides.
+
+    Returns whether every plan there is was simulated.
+    """
     capped = tuple(method for method in space.methods if method.cap)
-    free = replace(space, methods=tuple(method for method in space.methods if not method.cap) or capped)
-    few = _count(free, sizes) <= FEW
-    sizes = sizes if few else multiples(microbatches, fixed)
-    run = ScoredPlans(free, evaluate, inf if seconds is None else seconds, margin=margin)
-    bound = min(lower_bound(space.sized(k), cluster, space.methods, microbatches // k, replicas) for k in sizes)
-    exact = _try_all(run, sizes, few)
-    if capped and run.tight() and (run.best is None or not run.late()):
-        run.space = replace(space, methods=capped)
-        exact = _try_all(run, sizes, few) and exact
-        run.space = space
-    if not exact:
-        run.improve(Random(seed))
-    if confirm is not None:
-        run.confirm(confirm)
-    ranked = run.ranked()
+    exact = _try_all(plans, sizes, few)
+    if capped and plans.tight() and (plans.best is None or not plans.late()):
+        plans.space = replace(space, methods=capped)
+        exact = _try_all(plans, sizes, few) and exact
+        plans.space = space
+    return exact
+
+
+def _outcome(plans: ScoredPlans, space: SearchSpace, sizes: list[int], bound: float, exact: bool) -> PlanOutcome:
+    """Return the plan to take, with the best of every schedule and the bound; raise InputError where nothing fits."""
+    ranked = plans.ranked()
     if not ranked:
-        raise shortage(space.sized(min(sizes)), cluster, partial(_need, space))
-    best, *others = map(run.runner, [run.taken(ranked), *ranked])
+        raise shortage(space.sized(min(sizes)), space.cluster, partial(_need, space))
+    best, *others = map(plans.runner, [plans.taken(ranked), *ranked])
     return Searched(
         "search",
         best.plan,
@@ -107,10 +131,10 @@ def search(
         best.seconds,
         bound,
         tuple(others),
-        len(run.scores),
+        len(plans.scores),
         exact,
-        run.late(),
-        margin,
+        plans.late(),
+        plans.margin,
     )
 
 

@@ -12,7 +12,7 @@ from penstock.planners.outcome import Evaluate, PlanScore, Runner
 from penstock.planners.search.candidate import Candidate
 from penstock.planners.search.candidates import Guess, SearchSpace, every_plan
 from penstock.planners.search.climb import climb
-from penstock.planners.search.space import METHODS, SearchMethod, no_order_matters
+from penstock.planners.search.space import SearchMethod, all_methods, no_order_matters
 
 DOUBT = 1.12  # a guess this much above the best is not looked at
 LOOKS = 32  # guesses of a method that are simulated at most
@@ -121,7 +121,8 @@ class ScoredPlans:
         """Return the plan to take: of those about as fast as the first, the one of the simplest schedule."""
         most = self.scores[ranked[0]].seconds * (1 + self.margin)
         near = [c for c in ranked if self.scores[c].seconds <= most]
-        return min(near, key=lambda c: METHODS.index(c.method))
+        methods = all_methods()
+        return min(near, key=lambda c: methods.index(c.method))
 
     def runner(self, c: Candidate) -> Runner:
         return Runner(c.method.name, self.scores[c].seconds, c.plan(), self.space.sized(c.times))

@@ -53,11 +53,26 @@ METHODS = (  # with a flush first, since those train as one device does, and the
     SearchMethod("pipedream", "pipedream", flush=False, turns=True, versions=0),
     SearchMethod("pipemare", "pipemare", flush=False, turns=True),
 )
-GROUPS = {
-    "any": METHODS,
-    "synchronous": tuple(method for method in METHODS if method.flush),
-    "asynchronous": tuple(method for method in METHODS if not method.flush),
-}
+GROUPS = ("any", "synchronous", "asynchronous")
+_registered: dict[str, SearchMethod] = {}  # schedules of the user's
+
+
+def register_method(method: SearchMethod) -> None:
+    """Have a user's schedule searched, too, after those of METHODS."""
+    _registered[method.name] = method
+
+
+def all_methods() -> tuple[SearchMethod, ...]:
+    """Return the methods that a search may use, the simpler ones of each kind first."""
+    return (*METHODS, *_registered.values())
+
+
+def _group(name: str) -> tuple[SearchMethod, ...]:
+    """Return the methods of a group, a schedule or a single method."""
+    if name in GROUPS:
+        flush = {"any": (True, False), "synchronous": (True,), "asynchronous": (False,)}[name]
+        return tuple(method for method in all_methods() if method.flush in flush)
+    return tuple(method for method in all_methods() if name in (method.name, method.schedule))
 
 
 def chosen_methods(schedules: str | Iterable[str], allow_async: bool = False) -> tuple[SearchMethod, ...]:
@@ -76,9 +91,9 @@ def chosen_methods(schedules: str | Iterable[str], allow_async: bool = False) ->
     for name in names:
         if name == "any" and not allow_async:
             name = "synchronous"
-        fitting = GROUPS.get(str(name)) or tuple(m for m in METHODS if name in (m.name, m.schedule))
+        fitting = _group(str(name))
         if not fitting:
-            choices = [*GROUPS, *dict.fromkeys(method.schedule for method in METHODS)]
+            choices = [*GROUPS, *dict.fromkeys(method.schedule for method in all_methods())]
             near = get_close_matches(str(name), choices, n=1)
             advice = f"did you mean {near[0]}? all are" if near else "choose among"
             raise InputError("schedules that search knows", repr(name), f"{advice} {', '.join(choices)}")

@@ -1,1 +1,1 @@
-"""Lanes over gloo: between hosts, and wherever shared memory cannot be had."""
+"""Lanes over gloo, between hosts and wherever shared memory is not available."""

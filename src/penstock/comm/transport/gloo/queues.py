@@ -1,8 +1,8 @@
 """The threads that send to and receive from one peer over gloo.
 
-A send is started by the caller and waited for by a thread: gloo marks a send as done only when somebody waits, and a
-wait that runs out of time breaks every connection of its group. A receive can neither be polled nor be given up, so one
-thread for each peer receives ahead of need, without a limit, and sorts by lane and key.
+The caller starts a send, and a thread waits for it: gloo marks a send as done only when somebody waits for it, and a
+wait that times out breaks every connection of its group. A receive can neither be polled nor cancelled, so one thread
+for each peer receives ahead of need, and sorts messages by lane and key.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from penstock.comm.transport.gloo import frame
-from penstock.comm.transport.gloo.frame import Parcel
-from penstock.comm.transport.interface import ClosedLane, Key, LaneName, Message, Waiting
+from penstock.comm.transport.gloo.frame import PackedMessage
+from penstock.comm.transport.interface import ClosedLane, LaneName, Message, MessageKey, Waiting
 
 FOREVER = timedelta(days=365)
-FRAMES, PARTS, NOTHING = 0, 1, 2  # tags; nobody ever sends with the last
+FRAMES, PARTS, NOTHING = 0, 1, 2  # tags; nothing is ever sent with the last
 
 
 class Outgoing:
@@ -33,43 +33,43 @@ class Outgoing:
         self._works: queue.SimpleQueue[tuple[dist.Work, torch.Tensor] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def push(self, parcel: Parcel) -> None:
-        """Start its transfers. Raises if the connection is broken."""
+    def push(self, packed: PackedMessage) -> None:
+        """Start the transfers of a message. Raises if the connection is broken."""
         if self.failure is not None:
             raise self.failure
-        self._start(parcel.frame, FRAMES)
-        for part in parcel.parts:
+        self._start(packed.frame, FRAMES)
+        for part in packed.parts:
             self._start(part, PARTS)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._reap, name=f"penstock-sent-{self.peer}", daemon=True)
+            self._thread = threading.Thread(target=self._await_sends, name=f"penstock-sent-{self.peer}", daemon=True)
             self._thread.start()
 
     def _start(self, tensor: torch.Tensor, tag: int) -> None:
         self._works.put((self.group.send([tensor], self.peer, tag), tensor))
 
     def finish(self) -> None:
-        """Nothing more will be pushed."""
+        """End the thread once all transfers are done."""
         self._works.put(None)
 
     def ended(self, timeout: float) -> bool:
-        """Whether all that was pushed is on its way or lost, and the thread gone."""
+        """Whether all transfers are done or failed, and the thread has ended."""
         if self._thread is not None:
             self._thread.join(timeout)
         return self._thread is None or not self._thread.is_alive()
 
-    def _reap(self) -> None:
+    def _await_sends(self) -> None:
         while (item := self._works.get()) is not None:
             try:
                 item[0].wait(FOREVER)
             except RuntimeError as error:
                 self.failure = error
                 return
-            del item  # not kept while the next is awaited
+            del item  # release the tensor while waiting for the next
 
 
 POSTED = 4  # frames
-AHEAD_BYTES = 2**25  # more than this is received ahead only while somebody waits for what has not come
-PIECE = 0.2  # seconds between two looks at the other ranks
+AHEAD_BYTES = 2**25  # beyond this, more is received only while a caller waits for a message that has not arrived
+POLL = 0.2  # seconds between two checks of the other ranks
 
 
 class Incoming:
@@ -77,10 +77,10 @@ class Incoming:
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.group, self.peer = group, peer
-        self.lanes: set[LaneName] = set()  # that have not ended
-        self.heard = False  # the peer has got the end of all lanes to it
+        self.lanes: set[LaneName] = set()  # lanes that have not ended
+        self.end_received = False  # the peer has received the end of all lanes to it
         self._changed = threading.Condition()
-        self._arrived: dict[tuple[LaneName, Key], frame.Arrived] = {}
+        self._arrived: dict[tuple[LaneName, MessageKey], frame.ReceivedFrame] = {}
         self._ahead = 0  # bytes in `_arrived`
         self._waiters = 0
         self._draining = False
@@ -88,22 +88,22 @@ class Incoming:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Receive from now on, until all lanes have ended at both ends."""
+        """Start to receive, until all lanes have ended at both ends."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"penstock-from-{self.peer}", daemon=True)
             self._thread.start()
 
-    def there(self, lane: LaneName, key: Key) -> bool:
-        """Whether a message has come."""
+    def has_arrived(self, lane: LaneName, key: MessageKey) -> bool:
+        """Whether a message has arrived."""
         return (lane, key) in self._arrived
 
-    def take(self, lane: LaneName, key: Key, waiting: Waiting) -> Message:
-        """Wait for a message."""
+    def take(self, lane: LaneName, key: MessageKey, waiting: Waiting) -> Message:
+        """Wait for a message and return it."""
         self.start()
         began = time.monotonic()
         while True:
             with self._changed:
-                if (message := self._found(lane, key)) is not None:
+                if (message := self._poll(lane, key)) is not None:
                     return message
                 failure = self.failure
                 if failure is None and lane not in self.lanes:
@@ -112,36 +112,36 @@ class Incoming:
                 raise waiting.lost(self.peer, failure) from failure
             waiting.check(self.peer, time.monotonic() - began)
 
-    def _found(self, lane: LaneName, key: Key) -> Message | None:
-        """The message, if it comes within a moment."""
+    def _poll(self, lane: LaneName, key: MessageKey) -> Message | None:
+        """Return the message if it arrives within POLL seconds, else None."""
         if (lane, key) not in self._arrived:
             self._waiters += 1
             self._changed.notify_all()
             try:
                 self._changed.wait_for(
-                    lambda: (lane, key) in self._arrived or lane not in self.lanes or self.failure is not None, PIECE
+                    lambda: (lane, key) in self._arrived or lane not in self.lanes or self.failure is not None, POLL
                 )
-            finally:  # Ctrl-C comes here
+            finally:  # also after Ctrl-C
                 self._waiters -= 1
-        if (found := self._arrived.pop((lane, key), None)) is None:
+        if (arrived := self._arrived.pop((lane, key), None)) is None:
             return None
-        self._ahead -= found.size
+        self._ahead -= arrived.size
         self._changed.notify_all()
-        return found.message
+        return arrived.message
 
     def closed(self, timeout: float) -> bool:
-        """Whether every lane from the peer has ended, or will never."""
+        """Whether every lane from the peer has ended or the connection has failed."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.lanes or self.failure is not None, timeout)
 
     def drain(self) -> None:
-        """Receive the rest, though nobody wants it, so that the peer can end."""
+        """Receive the remaining messages without limit, so that the peer can end."""
         with self._changed:
             self._draining = True
             self._changed.notify_all()
 
     def ended(self, timeout: float) -> bool:
-        """Whether the thread is gone."""
+        """Whether the thread has ended."""
         if self._thread is not None:
             self._thread.join(timeout)
         return self._thread is None or not self._thread.is_alive()
@@ -156,7 +156,7 @@ class Incoming:
 
     def _read_all(self) -> None:
         posted = deque(self._post(frame.FRAME_BYTES, FRAMES) for _ in range(POSTED))
-        while self.lanes or not self.heard:
+        while self.lanes or not self.end_received:
             memory, work = posted.popleft()
             work.wait(FOREVER)
             posted.append(self._post(frame.FRAME_BYTES, FRAMES))
@@ -165,13 +165,13 @@ class Incoming:
                 self._sort(arrived)
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._ahead <= AHEAD_BYTES or self._waiters or self._draining)
-            del memory, work, arrived  # not kept while the next is awaited
+            del memory, work, arrived  # release the memory while waiting for the next
 
-    def _sort(self, arrived: frame.Arrived) -> None:
+    def _sort(self, arrived: frame.ReceivedFrame) -> None:
         if arrived.kind == frame.END:
             self.lanes.discard(arrived.lane)
-        elif arrived.kind == frame.HEARD:
-            self.heard = True
+        elif arrived.kind == frame.END_RECEIVED:
+            self.end_received = True
         else:
             self._arrived[arrived.lane, arrived.key] = arrived
             self._ahead += arrived.size

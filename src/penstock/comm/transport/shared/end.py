@@ -1,9 +1,9 @@
-"""A lane through memory that two processes of one host share; here is the part that its two ends have in common.
+"""The common part of both ends of a lane through memory that two processes of one host share.
 
-The sender copies every tensor once, into a slot; the receiver's tensors are that slot. When the last of them is
-garbage, the slot goes back to the sender. Nothing has a name in the file system: the receiver opens the sender's memory
-through /proc, which the kernel allows to processes of the same user, and when both have ended, however they ended, the
-memory is free. A forked child has no part in it.
+The sender copies every tensor once, into a slot; the receiver's tensors are views of that slot. When the last of them
+is deleted, the slot returns to the sender. No memory has a name in the file system: the receiver opens the sender's
+memory through /proc, which the kernel allows to processes of the same user. The memory is freed when both processes
+have ended, however they ended. A forked child must not use the lane.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from penstock.errors import PenstockError
 
 
 class Store(Protocol):
-    """What is used of `torch.distributed.Store`."""
+    """The methods of `torch.distributed.Store` that lanes use."""
 
     def set(self, key: str, value: str, /) -> object: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
 
 
-class Elsewhere(Exception):
-    """Not an error: the message that was asked for comes by another lane, for want of shared memory."""
+class SentElsewhere(Exception):
+    """The message was sent over another lane, as there was no shared memory for it. Not an error."""
 
 
-class End:
-    """Open until it is closed, or until it finds itself in a forked child, which has a copy of it without a right to
-    use it: what the child freed or sent would be counted twice."""
+class LaneEnd:
+    """An end of a lane, open until it is closed. Its copy in a forked child is closed: what the child frees or sends
+    would be counted twice."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -43,7 +43,7 @@ class End:
             self.drop()
 
     def drop(self) -> None:
-        """Let go of all that this process holds, telling nobody."""
+        """Release all resources of this process, without notice to the other end."""
         raise NotImplementedError
 
     def misused(self) -> PenstockError:
@@ -55,7 +55,7 @@ def place(name: LaneName) -> str:
     return f"lane {' '.join(map(str, name))}"
 
 
-_ends: weakref.WeakSet[End] = weakref.WeakSet()
+_ends: weakref.WeakSet[LaneEnd] = weakref.WeakSet()
 
 
 def _forked() -> None:

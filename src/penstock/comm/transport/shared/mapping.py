@@ -1,7 +1,7 @@
-"""Memory that two processes share, and a semaphore of the C library that lies in it.
+"""Memory that two processes share, and a semaphore of the C library in it.
 
-The memory is an anonymous file, mapped piece by piece. The file has no name anywhere, so nothing can be left behind:
-the kernel frees it when the last process that has it open or mapped ends, however it ends.
+The memory is an anonymous file, mapped piece by piece. The file has no name in the file system, so nothing is left
+behind: the kernel frees it when the last process that has it open or mapped ends.
 """
 
 from __future__ import annotations
@@ -29,31 +29,35 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate
 
 
 def can_share_memory() -> bool:
-    """Whether this system has what shared memory is made of here: Linux has, others have not all of it."""
+    """Whether this system has the calls that shared memory needs here, as Linux does."""
     return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate") and _fallocate is not None
 
 
 def create(name: str) -> int:
-    """A new file in memory; only this process has it open. The name is for people who look into /proc."""
+    """Create a file in memory, open in this process alone. The name is shown in /proc."""
     return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def allocate(file: int, offset: int, size: int) -> None:
-    """Have real memory for a piece of the file, or raise OSError: written to without, it would end the process."""
+    """Allocate memory for a piece of the file, or raise OSError. Writing to a piece without memory would kill the
+    process."""
     if size > available():
         raise OSError(errno.ENOMEM, f"{size} bytes asked for shared memory, {available()} available")
     os.posix_fallocate(file, offset, size)
 
 
 def free(file: int, offset: int, size: int) -> None:
-    """Give the memory of a piece back. Where it is mapped, it reads as zeros from now on."""
+    """Free the memory of a piece. Where it is mapped, it reads as zeros from now on."""
     assert _fallocate is not None
     _fallocate(file, _KEEP_SIZE | _PUNCH_HOLE, offset, size)
 
 
 def map_piece(file: int, offset: int, size: int) -> memoryview:
-    """A piece of the file as writable bytes, its pages in place already; unmapped when nobody holds a view of it."""
-    if offset < 0 or size <= 0 or offset + size > os.fstat(file).st_size:  # beyond the end, touching it would kill
+    """Map a piece of the file as writable bytes, with its pages allocated. It is unmapped when the last view is
+    deleted."""
+    if (
+        offset < 0 or size <= 0 or offset + size > os.fstat(file).st_size
+    ):  # an access beyond the end would kill the process
         raise OSError(errno.EINVAL, f"no piece of {size} bytes at {offset} in a file of {os.fstat(file).st_size}")
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _POPULATE
     address = _libc.mmap(None, size, protection, flags, file, offset)
@@ -70,7 +74,7 @@ def address_of(piece: memoryview) -> int:
 
 
 def available() -> int:
-    """Bytes that can be had without ending some process; unknown counts as plenty."""
+    """Return the bytes that can be allocated without the kernel killing a process; a large number where unknown."""
     try:
         with Path("/proc/meminfo").open() as file:
             for line in file:
@@ -88,26 +92,26 @@ class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_quick = ctypes.PyDLL(None)  # keeps the interpreter's lock: for calls that never wait
+_quick = ctypes.PyDLL(None)  # keeps the interpreter's lock, for calls that never wait
 _slow = ctypes.CDLL(None)
 _init, _post, _try = _quick.sem_init, _quick.sem_post, _quick.sem_trywait
 _init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
 _post.argtypes = _try.argtypes = [ctypes.c_void_p]
 _CLOCK: int | None = time.CLOCK_MONOTONIC if hasattr(_slow, "sem_clockwait") else None
 _wait = getattr(_slow, "sem_timedwait" if _CLOCK is None else "sem_clockwait", None)  # macOS has neither
-if _CLOCK is None and _wait is not None:  # C libraries that know only the wall clock, which somebody may set back
+if _CLOCK is None and _wait is not None:  # C libraries that know only the wall clock, which may be set back
     _wait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Time)]
 elif _wait is not None:
     _wait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Time)]
 
 
 def has_semaphores() -> bool:
-    """Whether the C library has such semaphores."""
+    """Whether the C library has semaphores with a timed wait."""
     return _wait is not None
 
 
 class Semaphore:
-    """In BYTES of shared memory, which it keeps alive. One end creates, before any other use."""
+    """A semaphore in BYTES of shared memory, which it keeps alive. One end creates it, before any other use."""
 
     def __init__(self, room: memoryview, create: bool) -> None:
         self._room = room
@@ -116,12 +120,12 @@ class Semaphore:
         if create:
             _init(self._address, 1, 0)
         self.post: Callable[[], int] = partial(_post, self._address)
-        self.try_take: Callable[[], int] = partial(_try, self._address)  # 0: took one post; else there was none
+        self.try_take: Callable[[], int] = partial(_try, self._address)  # returns 0 if there was a post to take
 
     def wait(self, seconds: float) -> bool:
-        """One post, waiting for it as long; False also when a signal came in between."""
-        now = time.clock_gettime_ns(time.CLOCK_REALTIME if _CLOCK is None else _CLOCK) + int(seconds * 1e9)
-        self._until.seconds, self._until.nanoseconds = divmod(now, 1_000_000_000)
-        known = () if _CLOCK is None else (_CLOCK,)
+        """Take one post, waiting for it up to `seconds`. Return False after a time-out or a signal."""
+        deadline = time.clock_gettime_ns(time.CLOCK_REALTIME if _CLOCK is None else _CLOCK) + int(seconds * 1e9)
+        self._until.seconds, self._until.nanoseconds = divmod(deadline, 1_000_000_000)
+        clock = () if _CLOCK is None else (_CLOCK,)
         assert _wait is not None
-        return _wait(self._address, *known, self._until) == 0  # type: ignore[no-any-return]
+        return _wait(self._address, *clock, self._until) == 0  # type: ignore[no-any-return]

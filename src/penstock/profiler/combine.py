@@ -1,4 +1,4 @@
-"""Profiles of the same model by several processes as one."""
+"""Combine the profiles of one model by several processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.core.profile import Layer, PerStage, Profile
 MEASURED = ("forward", "input_grad", "weight_grad", "full_backward", "update", "spread")
 
 
-def joined(profiles: Sequence[Profile]) -> Profile:
-    """Medians of all that was measured; the rest is the same for all."""
+def combine_profiles(profiles: Sequence[Profile]) -> Profile:
+    """Return a profile with the medians of all measured figures; the rest is the same in all."""
     first = profiles[0]
     layers = tuple(_layer([profile.layers[at] for profile in profiles]) for at in range(len(first.layers)))
     own = [profile.per_stage for profile in profiles]

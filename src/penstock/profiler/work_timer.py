@@ -1,4 +1,4 @@
-"""Seconds of pieces of work: by this host's clock, or by events on a GPU's stream, read when all is done."""
+"""Seconds of pieces of work, by this host's clock or by events on a GPU's stream."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 Key = tuple[Any, ...]
 
 
-class Laps:
-    """`run` times a piece of work; `read` gives the seconds of all since the last reading."""
+class WorkTimer:
+    """A timer: `run` times a piece of work, `read` returns the seconds since the last reading."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cuda = device, device.type == "cuda"
@@ -26,15 +26,15 @@ class Laps:
         return result
 
     def read(self) -> dict[Key, float]:
-        """What has the same key is added."""
+        """Return the seconds by key; equal keys are added."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
-        found: dict[Key, float] = {}
+        seconds_by_key: dict[Key, float] = {}
         for key, begun, ended in self.marks:
             seconds = begun.elapsed_time(ended) / 1e3 if self.cuda else ended - begun
-            found[key] = found.get(key, 0.0) + seconds
+            seconds_by_key[key] = seconds_by_key.get(key, 0.0) + seconds
         self.marks = []
-        return found
+        return seconds_by_key
 
     def _now(self) -> Any:
         if not self.cuda:

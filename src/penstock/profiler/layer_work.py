@@ -1,7 +1,7 @@
-"""Every layer of a model once through forward, input gradient and weight gradient, as the engine runs them, counted.
+"""Count the work of every layer: forward, input gradient and weight gradient, as the engine runs them.
 
-The weights are fake, so nothing is computed and nothing is kept; what the graph would keep is added up on the way. Of
-layers that the trace shows to be the same, operator by operator, only the first is run.
+The weights are fake, so nothing is computed or kept; the bytes that the graph would keep are added up. Of layers that
+the trace shows to be equal, operator by operator, only the first is run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from penstock.profiler.counting import Counting, Work
 
 
 class LayerWork(NamedTuple):
-    """What one layer does for one micro-batch, and the bytes that its graph keeps: until its input gradient, and from
-    there to its weights'."""
+    """The work of one layer for one micro-batch, and the bytes that its graph keeps: until its input gradient, and from
+    there to its weight gradient."""
 
     forward: Work
     input_grad: Work
@@ -37,27 +37,27 @@ class LayerWork(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """The work of every layer, in order, and the tensors that they send each other."""
+class CountedWork:
+    """The work of every layer, in order, and the tensors sent between them."""
 
     work: tuple[LayerWork, ...]
     sent: tuple[Sent, ...]
 
 
-def rehearse(layers: Layers, job: Job, settings: Settings) -> Rehearsed:
-    """`job` is the micro-batch, on the layers' own path."""
+def count_work(layers: Layers, job: Job, settings: Settings) -> CountedWork:
+    """Count the work of the layers; `job` is the micro-batch, on the layers' own path."""
     norms = DeferredNorms(layers.split.model)
     with watching(), norms, torch.enable_grad():
         stages = _Stages(layers, job, settings, norms)
         work = tuple(stages.run())
-    made = sorted({value for values in stages.path.incoming for value in values})
-    sizes = [bytes_of([stages.values[value]]) for value in made]
+    sent_values = sorted({value for values in stages.path.incoming for value in values})
+    sizes = [bytes_of([stages.values[value]]) for value in sent_values]
     sent = [Sent(one.source, one.readers, size) for one, size in zip(layers.sent, sizes, strict=True)]
-    return Rehearsed(work, tuple(sent))
+    return CountedWork(work, tuple(sent))
 
 
 class _Stages:
-    """One stage a layer."""
+    """The layers as stages, one stage for each."""
 
     def __init__(self, layers: Layers, job: Job, settings: Settings, norms: DeferredNorms) -> None:
         self.layers, self.job, self.settings, self.norms = layers, job, settings, norms
@@ -66,42 +66,42 @@ class _Stages:
         self.values: Values = {}
 
     def run(self) -> Iterator[LayerWork]:
-        known: dict[Any, tuple[LayerWork, list[torch.Tensor]]] = {}
+        done: dict[Any, tuple[LayerWork, list[torch.Tensor]]] = {}
         for at in range(len(self.layers)):
-            key, outgoing = self._marks(at), sorted(self.path.outgoing[at])
-            if key not in known:
-                work, made = self._layer(at)
-                known[key] = work, [made[value] for value in outgoing]
-            work, outputs = known[key]
+            key, outgoing = self._signature(at), sorted(self.path.outgoing[at])
+            if key not in done:
+                work, outputs_by_value = self._layer(at)
+                done[key] = work, [outputs_by_value[value] for value in outgoing]
+            work, outputs = done[key]
             self.values.update(zip(outgoing, map(torch.empty_like, outputs), strict=True))
             yield work
 
-    def _marks(self, at: int) -> Any:
-        """The same for layers that do the same with the same."""
-        seen, (first, last) = self.path.trace, self.layers[at].span
-        given = [(seen.values[value].shape, seen.values[value].grad) for value in sorted(self.path.incoming[at])]
-        made = [seen.values[value].shape for value in sorted(self.path.outgoing[at])]
-        marks = tuple(event.mark for event in seen.events[first:last])
-        return marks, tuple(given), tuple(made), at == len(self.layers) - 1
+    def _signature(self, at: int) -> Any:
+        """Return a key that is equal for layers with equal operators and shapes."""
+        trace, (first, last) = self.path.trace, self.layers[at].span
+        given = [(trace.values[value].shape, trace.values[value].grad) for value in sorted(self.path.incoming[at])]
+        outputs = [trace.values[value].shape for value in sorted(self.path.outgoing[at])]
+        marks = tuple(event.mark for event in trace.events[first:last])
+        return marks, tuple(given), tuple(outputs), at == len(self.layers) - 1
 
     def _layer(self, at: int) -> tuple[LayerWork, Values]:
         model = self.split.model
         stage = Stage(self.split, at, self.settings, self.norms, self.buffers, [])
-        stage.sure = True  # that the loss is the stage's own: nothing is trained here
+        stage.sure = True  # skips the check of the loss: nothing is trained here
         received = {value: self.values[value] for value in self.path.incoming[at]}
         forward, heap = Counting(), Heap((*model.parameters(), *model.buffers()))
         for tensor in received.values():
             heap.add(tensor)
         with forward, heap.saving():
-            made, _ = stage.forward(self.job, received)
+            outputs, _ = stage.forward(self.job, received)
         input_grad, weight_grad, until = self._backward(stage, received)
-        own = forward.work - self._again(self.layers[at].span[0])
-        return LayerWork(own, input_grad, weight_grad, heap.bytes, until), made
+        own = forward.work - self._repeated_work(self.layers[at].span[0])
+        return LayerWork(own, input_grad, weight_grad, heap.bytes, until), outputs
 
     def _backward(self, stage: Stage, received: Values) -> tuple[Work, Work, int]:
-        """The two gradients apart, and what is held in between."""
-        made, _ = stage.forward(self.job, received, split_backward=True)
-        gradients = {value: torch.empty_like(tensor) for value, tensor in made.items() if tensor.is_floating_point()}
+        """Return the work of the two gradients, and the bytes held between them."""
+        outputs, _ = stage.forward(self.job, received, split_backward=True)
+        gradients = {value: torch.empty_like(tensor) for value, tensor in outputs.items() if tensor.is_floating_point()}
         input_grad, weight_grad = Counting(), Counting()
         with self._earlier_gradients(stage.index):
             with input_grad:
@@ -113,7 +113,7 @@ class _Stages:
 
     @contextmanager
     def _earlier_gradients(self, at: int) -> Iterator[None]:
-        """Those of the micro-batches before: a gradient is added to them."""
+        """Set gradients as of earlier micro-batches, to which the new ones are added."""
         used = self.split.used(at)
         before = [parameter.grad for parameter in used]
         for parameter in used:
@@ -124,14 +124,14 @@ class _Stages:
             for parameter, gradient in zip(used, before, strict=True):
                 parameter.grad = gradient
 
-    def _again(self, first: int) -> Work:
-        """What code around the layers computes from the inputs alone is run by every stage; it counts where it comes
-        first."""
-        seen = self.path.trace
-        if not any(event.free for event in seen.events[:first]):
+    def _repeated_work(self, first: int) -> Work:
+        """Return the work that code around the layers does from the inputs alone before a layer. Every stage repeats
+        it, but only the first counts it."""
+        trace = self.path.trace
+        if not any(event.free for event in trace.events[:first]):
             return Work()
         counting = Counting()
-        walk = Replay(self.split.layout, seen, (first, first), {}, frozenset(), Passage.of(seen))
+        walk = Replay(self.split.layout, trace, (first, first), {}, frozenset(), Passage.of(trace))
         with counting:
             walk.run(self.job.args, self.job.kwargs)
         return counting.work
