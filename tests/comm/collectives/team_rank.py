@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -71,23 +71,35 @@ def gather(ranks: tuple[int, ...], dtype: str, bounds: Sequence[int], seed: int,
     return raw(out)
 
 
-def refused(ranks: tuple[int, ...], specs: dict[int, Sequence[Spec]], kind: str = "start") -> str:
-    """What each rank is told, by a reducer for it alone."""
+def refused(ranks: tuple[int, ...], specs: dict[int, Sequence[Spec]]) -> str:
+    """What each rank is told, by a reducer for it alone; it has no use any more."""
     own = open_reducer(WORLD, ranks, torch.device("cpu"))
     try:
-        given = tensors(specs[RANK], 1)
-        (own.start(given) if kind == "start" else own.reduce_scatter(given[0], [0, 1, given[0].numel()])).wait()
-    except PenstockError as error:
-        first = str(error)
-    else:
-        return "not refused"
-    try:
-        own.start([]).wait()
-    except PenstockError as error:
-        return first if str(error) == first else f"another: {error}"
+        first = said(lambda: own.start(tensors(specs[RANK], 1)).wait())
+        then = said(lambda: own.start([]).wait())
+        return first if first == then else f"first {first}, then {then}"
     finally:
         own.close()
-    return "not refused any more"
+
+
+def refused_parts(ranks: tuple[int, ...], bounds: dict[int, list[int]]) -> str:
+    own = open_reducer(WORLD, ranks, torch.device("cpu"))
+    try:
+        return said(lambda: own.reduce_scatter(torch.ones(4), bounds[RANK]).wait())
+    finally:
+        own.close()
+
+
+def refused_gather(ranks: tuple[int, ...], bounds: list[int]) -> str:
+    return said(lambda: reducer(ranks).all_gather(torch.ones(2), torch.ones(4), bounds))
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except PenstockError as error:
+        return str(error)
+    return "not refused"
 
 
 def unusual(what: str) -> str:
@@ -97,19 +109,11 @@ def unusual(what: str) -> str:
         "bool": [torch.ones(2, dtype=torch.bool)],
         "meta": [torch.ones(2, device="meta")],
     }
-    try:
-        reducer(everybody).start(given[what])
-    except PenstockError as error:
-        return str(error)
-    return "not refused"
+    return said(lambda: reducer(everybody).start(given[what]))
 
 
 def opened(ranks: tuple[int, ...]) -> str:
-    try:
-        open_reducer(WORLD, ranks, torch.device("cpu"))
-    except PenstockError as error:
-        return str(error)
-    return "not refused"
+    return said(lambda: open_reducer(WORLD, ranks, torch.device("cpu")))
 
 
 def overlapping(ranks: tuple[int, ...]) -> str:

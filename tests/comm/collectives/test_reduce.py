@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sums import Spec, total
-from team import Team, here
 
 from penstock.comm.collectives.segment import BUCKET, SLOTS
 
@@ -26,20 +24,6 @@ SPECS = st.tuples(
     st.sampled_from(["", "", "strided", "transposed"]),
 ).map(lambda spec: spec if spec[0] else ((), spec[1], ""))
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(scope="module", params=[2, 3, 4])
-def team(request) -> Iterator[Team]:
-    started = Team(here(request.param))
-    yield started
-    started.end()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Team]:
-    started = Team(here(4))
-    yield started
-    started.end()
 
 
 def totals(specs: list[Spec], seeds: list[int], ranks: tuple[int, ...]) -> list[list[bytes]]:
