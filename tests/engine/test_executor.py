@@ -117,6 +117,6 @@ def test_an_observer_that_counts_rows():
 
 def test_rows_that_are_not_built_are_refused_by_name():
     executor = pipeline("1f1b", 2).executor
-    for op, what in ((Op.REDUCE, "replicated"), (Op.UNSHARD, "sharded"), (Op.RESHARD, "sharded")):
+    for op, what in ((Op.UNSHARD, "sharded"), (Op.RESHARD, "sharded")):
         with pytest.raises(InputError, match=what):
             executor.run([[ActionRow(op, 0, -1, 1, -1)], []])

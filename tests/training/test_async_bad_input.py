@@ -81,7 +81,7 @@ REFUSED = [
     ({"schedule": penstock.loop("pipedream", stages=4, microbatches=4), "stash": True},
      ["no options for a schedule that is made already", "got stash"]),
     ({"schedule": penstock.loop("pipedream", stages=4, microbatches=4, replicas=(2, 1, 1, 1))},
-     ["a schedule without replicas", "leave replicas out"]),
+     ["a synchronous schedule for stages with replicas", "leave replicas out"]),
 ]  # fmt: skip
 
 
