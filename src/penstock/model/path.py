@@ -1,4 +1,4 @@
-"""A path through a model: its trace, the begins of its stages, and the values sent between them."""
+"""A path through a model: its trace, the starts of its stages, and the values sent between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MANY = 4096  # sizes of inputs to remember
 
 @dataclass(frozen=True)
 class Path:
-    """A path through a model: its trace, the begins of its stages, and the values sent between them."""
+    """A path through a model: its trace, the starts of its stages, and the values sent between them."""
 
     trace: Trace
     starts: tuple[int, ...]
@@ -72,7 +72,7 @@ class Path:
 
     @cached_property
     def routes(self) -> tuple[dict[int, tuple[int, ...]], ...]:
-        """By the stage that computes them: values by the stage that reads them."""
+        """Values by the stage that reads them, for each stage that computes them."""
         found: tuple[dict[int, tuple[int, ...]], ...] = tuple({} for _ in self.incoming)
         for stage, values in enumerate(self.incoming):
             for value, source in values.items():

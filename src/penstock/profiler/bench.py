@@ -203,12 +203,12 @@ class Bench:
         return mean
 
 
-def _later(op: Op, seen: int, alone: bool) -> range:
+def _later(op: Op, count: int, alone: bool) -> range:
     """Return the micro-batches that run as all but the first of a mini-batch. Stage by stage, the second forward still
     follows a forward, and the last backward a backward."""
-    if not alone or seen < 3:
-        return range(1, seen)
-    return range(2, seen) if op is Op.F else range(1, seen - 1)
+    if not alone or count < 3:
+        return range(1, count)
+    return range(2, count) if op is Op.F else range(1, count - 1)
 
 
 def _unevenness(read: Read, later: dict[Op, range]) -> float:

@@ -108,7 +108,7 @@ def kind(a: Facts, b: Facts) -> str:
     return "shared" if near and a.shared and b.shared else "gloo"
 
 
-def wish_of(transport: str | None) -> str | None:
+def requested_transport(transport: str | None) -> str | None:
     """Return the transport that the user requests by the argument or the environment; None for a choice by location."""
     requested = transport or os.environ.get(VARIABLE) or None
     names = transport_names()
@@ -170,7 +170,7 @@ def open_lanes(
     location; by default the environment's PENSTOCK_TRANSPORT.
     """
     ends: Ends = {name: (placement[name.source], placement[name.target]) for name in sorted(set(names))}
-    facts = exchange(world, ends, device, wish_of(transport))
+    facts = exchange(world, ends, device, requested_transport(transport))
     kinds = {name: kind(facts[a], facts[b]) if a != b else "local" for name, (a, b) in ends.items()}
     mesh = _mesh(world) if set(kinds.values()) - {"local"} else None
     build = _Build(world, ends, kinds, {}, {})
@@ -229,14 +229,14 @@ class _Build:
                 senders[name] = SharedSender(name, store, watch, peer)
             except OSError as error:
                 errors[name] = error
-        self._give_up(errors)
+        self._announce_unshared(errors)
         for name, peer in self.receiving("shared").items():
             receivers[name] = SharedReceiver(name, store, watch, peer)
             try:
                 receivers[name].connect()
             except OSError as error:
                 errors[name] = error
-        self._give_up(errors)
+        self._announce_unshared(errors)
         if errors:
             warn_slow(next(iter(errors.values())), "between the ranks of this host")
         for name, peer in self.sending("shared").items():
@@ -246,10 +246,10 @@ class _Build:
         for end in (*senders.values(), *receivers.values()):
             end.close()
 
-    def _give_up(self, troubles: dict[LaneName, OSError]) -> None:
-        """All ranks learn of all lanes that cannot be shared."""
-        for said in self.world.gather(json.dumps(list(troubles)).encode()):
-            self.kinds.update({LaneName(*name): "gloo" for name in json.loads(said)})
+    def _announce_unshared(self, troubles: dict[LaneName, OSError]) -> None:
+        """Tell all ranks which lanes cannot be shared; those use gloo alone."""
+        for message in self.world.gather(json.dumps(list(troubles)).encode()):
+            self.kinds.update({LaneName(*name): "gloo" for name in json.loads(message)})
 
     def nccl(self, mesh: GlooMesh, device: torch.device) -> None:
         pairs = [pair for name, pair in self.ends.items() if self.kinds[name] == "nccl"]
