@@ -34,7 +34,7 @@ class Passage:
 
     shapes: dict[int, Shape] = field(default_factory=dict)  # by value
     plain: dict[int, Any] = field(default_factory=dict)  # by event: its result, with empty tensors in it
-    grads: dict[int, bool] = field(default_factory=dict)  # by value: whether it needs a gradient, where the trace errs
+    grads: dict[int, bool] = field(default_factory=dict)  # by value: whether it needs a gradient, if unlike the trace
     common: Common = field(default_factory=Common)  # of this micro-batch, for stages of the same process
     fixed: Common = field(default_factory=Common)  # what it has in common with other micro-batches of its batch, too
 

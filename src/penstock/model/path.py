@@ -29,9 +29,7 @@ class Path:
     incoming: tuple[dict[int, int], ...]  # by stage: value -> the stage that computes it
     outgoing: tuple[frozenset[int], ...]
     changed: tuple[frozenset[int], ...]  # by stage: incoming values that it changes in place
-    sizes: dict[Any, Passage] = field(
-        default_factory=dict
-    )  # sizes of inputs known to take it, and the facts exchanged for them
+    sizes: dict[Any, Passage] = field(default_factory=dict)  # sizes of inputs that take it, and the facts exchanged
     states: dict[int, State] = field(default_factory=dict)  # state of the modules that each stage runs
     calls: dict[int, bool] = field(default_factory=dict)  # whether a stage is a single call
     numbers: set[Any] = field(default_factory=set)  # numbers on open modules for which inputs are known to take it

@@ -90,13 +90,13 @@ class Trace:
     sides: tuple[Note, ...] = ()  # tensors that an event read though they were not among its arguments
     buffers: tuple[tuple[str, int], ...] = ()  # buffers that open code reads, and their values
     inputs: frozenset[int] = frozenset()  # inputs that the forward changes in place
-    withheld: frozenset[type] = frozenset()  # objects in the result that hold what several stages made
-    answers: tuple[Any, ...] = ()  # of looks at data, unless it is fixed: inputs of one kind may take different paths
-    decided: int = 0  # the event before which the last of them was given
-    rolls: bool = False  # open code draws from Python's or NumPy's random numbers, and may decide by them
-    chance: int = 0  # what the random numbers of open code depended on
-    generators: tuple[Any, ...] = ()  # that the forward draws from and no module holds
-    written: dict[str, str] = field(default_factory=dict)  # weights it changes, and where; "" where often is as once
+    withheld: frozenset[type] = frozenset()  # types of objects in the result that several stages fill
+    answers: tuple[Any, ...] = ()  # data that open code read, unless it is fixed: inputs of one kind may differ in path
+    decided: int = 0  # the event before which the last of them was read
+    rolls: bool = False  # whether open code draws from Python's or NumPy's random numbers, and may branch on them
+    chance: int = 0  # seed of open code's random numbers
+    generators: tuple[Any, ...] = ()  # generators that the forward uses and no module holds
+    written: dict[str, str] = field(default_factory=dict)  # weights it changes, and where; "" where that is repeatable
     kept: dict[tuple[str, str], int] = field(default_factory=dict)  # module, attribute -> the event that sets it
     result: Any = None  # of the forward, with empty tensors in it
     stand_ins: dict[int, StandIn] = field(default_factory=dict)  # by value; they hold nothing, so they are shared

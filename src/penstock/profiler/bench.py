@@ -28,9 +28,7 @@ from penstock.profiler.work_timer import WorkTimer
 
 Read = dict[Any, float]  # seconds by operation, stage and micro-batch
 SEEN = 3  # micro-batches of a mini-batch that are run: the first, whose gradients are new, and others
-SEEN_ALONE = (
-    5  # enough for some that run as most of a mini-batch: a forward after a backward, a backward after a forward
-)
+SEEN_ALONE = 5  # enough for some to run as most do: a forward after a backward, a backward after a forward
 
 
 @dataclass(frozen=True)
