@@ -1,7 +1,7 @@
 """Open the lanes of a rank, each over the transport that suits the location of its two ends.
 
     both stages on one rank         local
-    what the user asks for          that: shared, gloo, or a transport of his own (registered.py)
+    as the user requests            shared, gloo, or a registered transport (registered.py)
     a GPU each, and NCCL            nccl
     one host                        shared memory, with gloo as fallback
     else                            gloo
@@ -269,7 +269,7 @@ class _Build:
             mesh.listen(peer)
 
     def registered(self) -> None:
-        """Make the ends of lanes whose transport is the user's own."""
+        """Open the lanes over registered transports."""
         for kind in sorted(set(self.kinds.values())):
             transport = registered_transport(kind)
             if transport is None:
