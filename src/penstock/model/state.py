@@ -206,7 +206,7 @@ def _old_tensors(before: Saved) -> dict[int, torch.Tensor]:
 
 def _is_torchs(module: nn.Module) -> bool:
     """Whether a module is one of torch's layers without hooks, whose only state is buffers."""
-    return _of_torchs_types(type(module)) and not (module._forward_hooks or module._forward_pre_hooks)
+    return _of_torchs_types(type(module)) and not (module._forward_hooks or module._forward_pre_hooks)  # type: ignore[arg-type]
 
 
 @cache

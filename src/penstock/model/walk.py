@@ -174,7 +174,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = _running.walk
     if walk is None or walk.inside:  # as torch's own `__call__`, which is the usual case
         own = module._compiled_call_impl
-        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)
+        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)  # type: ignore[no-untyped-call]
     if transform_level() is not None:
         walk.transformed(type(module).__name__, (args, list(module.parameters())), kwargs)
         return _CALL(module, *args, **kwargs)
