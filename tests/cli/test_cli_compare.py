@@ -158,7 +158,7 @@ def test_workers_that_fail_leave_the_reason_and_the_rest_goes_on(small, monkeypa
     assert causes[::2] == [None, None]
     assert causes[1] == diverged
     assert causes[3] == Cause("MemoryError: too much", True, "Traceback ...\nMemoryError: too much\n")
-    assert [run.found is not None for run in runs] == [True, False, True, False]
+    assert [run.result is not None for run in runs] == [True, False, True, False]
 
 
 UNLUCKY = """

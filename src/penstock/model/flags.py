@@ -16,7 +16,7 @@ from torch import nn
 
 _FLAGS = frozenset((bool, str, type(None), torch.dtype, torch.device))
 _NUMBERS = frozenset((int, float))
-_passed: set[type] = set()  # types that are neither: this is asked of every attribute before every step
+_passed: set[type] = set()  # other types, cached as every attribute is checked before every step
 _NO_CONFIG = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.Generator)
 
 

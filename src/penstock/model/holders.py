@@ -69,11 +69,11 @@ _TORCH = Kind(lambda held: (held.get_state(), []), lambda held, state, _: held.s
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
-_kinds: dict[type, Kind | None] = {}  # by type, as this is asked of every attribute before every step
+_kinds: dict[type, Kind | None] = {}  # cached by type, as it is needed for every attribute before every step
 
 
 def kind_of(value: Any) -> Kind | None:
-    """How to read and write a value, or None where it holds nothing that a forward could change."""
+    """Return how to read and write a value, or None where it holds nothing that a forward could change."""
     try:
         kind = _kinds[type(value)]
     except KeyError:
@@ -98,7 +98,8 @@ _records: dict[type, bool] = {}
 
 
 def is_record(value: Any) -> bool:
-    """An object of the user's that holds attributes, such as a config. A library's may have threads and files."""
+    """Whether a value is a user's object with attributes, such as a config. Objects of libraries may hold threads and
+    files."""
     known = _records.get(type(value))
     if known is None:
         known = _records[type(value)] = _is_record(value)

@@ -21,7 +21,7 @@ from penstock.errors import InputError
 
 
 class Offload(Flag):
-    """What is moved to host memory."""
+    """The kind of data that is moved to host memory."""
 
     NOTHING = 0
     ACTIVATIONS = 1

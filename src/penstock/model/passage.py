@@ -16,14 +16,14 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass
 class Common:
-    """Results of events by their numbers, for all walks that would compute the same, and the shapes they go by: those
-    that open code has asked of what modules made."""
+    """Results of events by their numbers, shared by all walks that would compute the same, and the shapes that open
+    code read, on which they depend."""
 
     results: dict[int, Any] = field(default_factory=dict)
     shapes: dict[int, Shape] = field(default_factory=dict)  # by value
 
     def goes_by(self, value: int, shape: Shape) -> bool:
-        """Whether the results are those of a forward in which a value has this shape."""
+        """Whether the results belong to a forward in which a value has this shape."""
         return self.shapes.setdefault(value, shape) == shape
 
 
@@ -34,12 +34,12 @@ class Passage:
 
     shapes: dict[int, Shape] = field(default_factory=dict)  # by value
     plain: dict[int, Any] = field(default_factory=dict)  # by event: its result, with empty tensors in it
-    grads: dict[int, bool] = field(default_factory=dict)  # by value: whether it needs a gradient, where the trace errs
-    common: Common = field(default_factory=Common)  # of this micro-batch, for stages of the same process
-    fixed: Common = field(default_factory=Common)  # what it has in common with other micro-batches of its batch, too
+    grads: dict[int, bool] = field(default_factory=dict)  # by value: whether it needs a gradient, if unlike the trace
+    common: Common = field(default_factory=Common)  # of this micro-batch, shared by stages of the same process
+    fixed: Common = field(default_factory=Common)  # shared with other micro-batches of its batch, too
 
     def tell(self, value: int, shape: Shape) -> None:
-        """Note the shape of a value. What others have computed with another one is no use from here on."""
+        """Record the shape of a value. Shared results that were computed with another shape are discarded."""
         self.shapes[value] = shape
         if not self.common.goes_by(value, shape):
             self.common = Common(shapes={**self.common.shapes, value: shape})

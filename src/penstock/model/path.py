@@ -1,4 +1,4 @@
-"""A path through a model: its trace, the begins of its stages, and the values sent between them."""
+"""A path through a model: its trace, the starts of its stages, and the values sent between them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ MANY = 4096  # sizes of inputs to remember
 
 @dataclass(frozen=True)
 class Path:
-    """A path through a model: its trace, the begins of its stages, and the values sent between them."""
+    """A path through a model: its trace, the starts of its stages, and the values sent between them."""
 
     trace: Trace
     starts: tuple[int, ...]
     incoming: tuple[dict[int, int], ...]  # by stage: value -> the stage that computes it
     outgoing: tuple[frozenset[int], ...]
     changed: tuple[frozenset[int], ...]  # by stage: incoming values that it changes in place
-    sizes: dict[Any, Passage] = field(
-        default_factory=dict
-    )  # sizes of inputs known to take it, and the facts exchanged for them
+    sizes: dict[Any, Passage] = field(default_factory=dict)  # sizes of inputs that take it, and the facts exchanged
     states: dict[int, State] = field(default_factory=dict)  # state of the modules that each stage runs
     calls: dict[int, bool] = field(default_factory=dict)  # whether a stage is a single call
     numbers: set[Any] = field(default_factory=set)  # numbers on open modules for which inputs are known to take it
@@ -72,7 +70,7 @@ class Path:
 
     @cached_property
     def routes(self) -> tuple[dict[int, tuple[int, ...]], ...]:
-        """By the stage that computes them: values by the stage that reads them."""
+        """Values by the stage that reads them, for each stage that computes them."""
         found: tuple[dict[int, tuple[int, ...]], ...] = tuple({} for _ in self.incoming)
         for stage, values in enumerate(self.incoming):
             for value, source in values.items():

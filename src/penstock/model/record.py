@@ -236,7 +236,7 @@ class _Recorder(Walk):
         return tree.replace(result, lambda t: torch.ops.aten.alias(t) if id(t) in same else t)
 
     def looked(self, name: str, arguments: Any, given: list[torch.Tensor], result: Any) -> None:
-        """A function that made nothing."""
+        """Record a function without tensors in its result."""
         self.quiet.add(name)
         short = name.rsplit(".", 1)[-1]
         if short in HOOKS and not given:

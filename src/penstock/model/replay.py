@@ -60,16 +60,16 @@ class Replay(Walk):
         last: bool = True,
     ) -> None:
         super().__init__(layout)
-        self.last = last  # the model's result is wanted
-        self.strict = strict  # nothing but a question: do these inputs take this path?
-        self.chance = chance  # what random numbers that open code draws depend on
+        self.last = last  # whether the model's result is returned
+        self.strict = strict  # only checks whether these inputs take this path
+        self.chance = chance  # seed of random numbers that open code draws
         self.host = host_draws(chance) if rolls or plan.rolls else None
         self.rolled = False
         stop = span[1] if stop is None else stop  # the event at which to leave
         self.leave = stop if stop < len(plan.events) else stop + 1
         self.plan, self.span, self.wanted, self.passage = plan, span, wanted, passage
         self.names, self.lone, self.looks_at_tensors = plan.names, plan.lone, plan.looks_at_tensors
-        self.absent = plan.before(span[0])  # but for what is received
+        self.absent = plan.before(span[0])  # values that are not here, except for received ones
         self.received = dict(received)
         self.around = around  # entered for each atom, not for open code, whose functions are identified by name
         self.at = 0
@@ -167,8 +167,8 @@ class Replay(Walk):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The same as any walk's, at once for the two things that open code does most: it asks for shapes, and computes
-        what another stage of this process has computed."""
+        """Handle the two most frequent calls of open code directly: reading shapes, and functions that another stage of
+        this process has computed. Everything else is handled as in any walk."""
         if not self.inside and transform_level() is None:
             name, at = function_name(func), self.at
             if name == self.names[at]:
@@ -188,11 +188,12 @@ class Replay(Walk):
         return super().__torch_function__(func, types, args, kwargs)
 
     def tells(self, name: str, value: int) -> bool:
-        """Whether a stand-in has the answer to a look at it."""
+        """Whether a stand-in has the attribute that is read."""
         return self.looks_at_tensors[name] and self.plan.values[value].asked
 
     def met(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same as any walk's, at once for a call that is skipped and has one tensor for a result."""
+        """Return the stand-in of a skipped call with one tensor as its result directly; other calls are handled as in
+        any walk."""
         at = self.at
         value = self.plan.skipped_at_once.get(at)
         first, last = self.span
@@ -242,7 +243,8 @@ class Replay(Walk):
         return result
 
     def look(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function that makes nothing: shapes, types, devices; or a value, which only a tensor that is here has."""
+        """Run a function without tensors in its result: shapes, types, devices; or data, which only a real tensor
+        has."""
         short = last_word(name)
         given = [self.value.get(id(t)) for t in tree.tensors((args, kwargs))]
         values = [value for value in given if value is not None]
@@ -296,7 +298,8 @@ class Replay(Walk):
     def share(
         self, at: int, event: Event, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What depends on nothing but inputs: the first stage of a process computes it, the others take it."""
+        """Return a result that depends on inputs alone: the first stage of a process computes it, the others reuse
+        it."""
         results = self.fixed if at in self.plan.fixed else self.common
         found = results.get(at)
         if found is None:
@@ -311,12 +314,12 @@ class Replay(Walk):
         return found
 
     def _share(self) -> None:
-        """Take the results that this walk has in common with others."""
+        """Use the results that this walk shares with others."""
         self.common, self.fixed = self.passage.common.results, self.passage.fixed.results
 
     def computed(self) -> Common:
-        """Results that other walks on the same inputs may share: of no inputs that this one has made copies of, to
-        change them, and without a history."""
+        """Return the results that other walks on the same inputs may share: without a graph, and none if this walk has
+        copied inputs to change them."""
         if self.plan.inputs:
             return Common()
         every = {**self.common, **self.fixed}

@@ -36,7 +36,7 @@ VIEWS = frozenset(
     for number in (0, 1, 2)
 )  # fmt: skip
 # Functions that derive weights from weights. Other results of weights alone (a lookup, a layer on learned queries) are
-# rather the begin of activations, which belong to the forward.
+# rather the start of activations, which belong to the forward.
 PURE = frozenset(
     f"{name}Backward{number}"
     for name in (

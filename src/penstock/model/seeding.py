@@ -79,7 +79,7 @@ class host_draws:
         (python, numpy), (python_before, numpy_before) = _host_states(), self.start
         return python != python_before or pickle.dumps(numpy) != pickle.dumps(
             numpy_before
-        )  # compared as bytes, as they hold arrays
+        )  # as bytes: they hold arrays
 
     @contextmanager
     def in_module(self) -> Iterator[None]:

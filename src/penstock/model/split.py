@@ -102,9 +102,9 @@ class Split:
         chance: int = 0,
         passage: Passage | None = None,
     ) -> Path:
-        """The path that these inputs take. An outlook serves for inputs between which nobody changes the model;
-        `chance` is what random numbers between its modules depend on. What had to be computed to tell, and stages of
-        one process may share, is put into the passage."""
+        """Return the path of these inputs. An outlook is valid as long as nobody changes the model; `chance` seeds
+        random numbers between its modules. Results computed meanwhile that stages of one process may share are added to
+        `passage`."""
         kind = kind_of_inputs(args, kwargs, outlook or self.outlook())
         found = self._known(kind, args, kwargs, chance, passage or Passage())
         if found is not None:
@@ -116,8 +116,8 @@ class Split:
     def _known(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], chance: int, passage: Passage
     ) -> Path | None:
-        """The path that these inputs take among those known. What one walk is answered, before it is found to be
-        another path's, rules out all that had other answers."""
+        """Return the known path of these inputs, or None. The answers of a walk before it leaves a path rule out other
+        paths with different answers."""
         answers: tuple[Any, ...] = ()
         for path in self.paths.get(kind.marks, ()):
             if not _contradict(answers, path.trace.answers):

@@ -254,7 +254,7 @@ class Stage:
         return goes_by_labels(every, question.sure)
 
     def _loss(self, job: Job, received: Values) -> Any:
-        """Of other labels, so what stages have in common for theirs is no use."""
+        """Return the loss for other labels, without results that stages share for the original ones."""
         job = replace(job, passage=replace(job.passage, common=Common(), fixed=Common()))
         return self._run(job, received)[1]
 

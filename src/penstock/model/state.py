@@ -97,7 +97,7 @@ class State:
             buffers = module._buffers
             if buffers:
                 found.reach(buffers, DEEP)
-            else:  # of nearly all, and this is done before every step
+            else:  # the usual case, handled fast as this runs before every step
                 found.held.append(_Held(buffers, DICT, ([], [])))
             if not _is_torchs(module):
                 found.module(module)
@@ -146,7 +146,7 @@ class _Found:
         self.tensors: list[_Copy] = []
 
     def module(self, module: nn.Module) -> None:
-        """Reach what somebody has put on a module."""
+        """Add the attributes that were set on a module."""
         if self.copies.is_still(module):
             return
         attributes = vars(module)
@@ -169,7 +169,7 @@ class _Found:
         else:
             kind = kind_of(value)
             if kind is None or self.copies.is_still(value) or isinstance(value, nn.Module):
-                return  # a module is reached by itself, if it is the model's
+                return  # the modules of the model are added separately
             self.met.add(id(value))
             look = kind.look(value)
             self.held.append(_Held(value, kind, look))
@@ -205,8 +205,8 @@ def _old_tensors(before: Saved) -> dict[int, torch.Tensor]:
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """A layer of torch's own keeps nothing but buffers, unless a hook does."""
-    return _of_torchs_types(type(module)) and not (module._forward_hooks or module._forward_pre_hooks)
+    """Whether a module is one of torch's layers without hooks, whose only state is buffers."""
+    return _of_torchs_types(type(module)) and not (module._forward_hooks or module._forward_pre_hooks)  # type: ignore[arg-type]
 
 
 @cache

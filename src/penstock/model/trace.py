@@ -70,9 +70,11 @@ class Note:
 
 
 class StandIn(NamedTuple):
-    """A tensor in place of one that an earlier stage made."""
+    """A tensor in place of one that an earlier stage computed."""
 
-    told: tuple[tuple[int, ...], torch.dtype] | None  # what that stage has said of it; None: it is as on the trace
+    told: (
+        tuple[tuple[int, ...], torch.dtype] | None
+    )  # its shape and type, as received from that stage; None: as in the trace
     tensor: torch.Tensor
 
 
@@ -90,16 +92,16 @@ class Trace:
     sides: tuple[Note, ...] = ()  # tensors that an event read though they were not among its arguments
     buffers: tuple[tuple[str, int], ...] = ()  # buffers that open code reads, and their values
     inputs: frozenset[int] = frozenset()  # inputs that the forward changes in place
-    withheld: frozenset[type] = frozenset()  # objects in the result that hold what several stages made
-    answers: tuple[Any, ...] = ()  # of looks at data, unless it is fixed: inputs of one kind may take different paths
-    decided: int = 0  # the event before which the last of them was given
-    rolls: bool = False  # open code draws from Python's or NumPy's random numbers, and may decide by them
-    chance: int = 0  # what the random numbers of open code depended on
-    generators: tuple[Any, ...] = ()  # that the forward draws from and no module holds
-    written: dict[str, str] = field(default_factory=dict)  # weights it changes, and where; "" where often is as once
+    withheld: frozenset[type] = frozenset()  # types of objects in the result that several stages fill
+    answers: tuple[Any, ...] = ()  # data that open code read, unless it is fixed: inputs of one kind may differ in path
+    decided: int = 0  # the event before which the last of them was read
+    rolls: bool = False  # whether open code draws from Python's or NumPy's random numbers, and may branch on them
+    chance: int = 0  # seed of open code's random numbers
+    generators: tuple[Any, ...] = ()  # generators that the forward uses and no module holds
+    written: dict[str, str] = field(default_factory=dict)  # weights it changes, and where; "" where that is repeatable
     kept: dict[tuple[str, str], int] = field(default_factory=dict)  # module, attribute -> the event that sets it
-    result: Any = None  # of the forward, with empty tensors in it
-    stand_ins: dict[int, StandIn] = field(default_factory=dict)  # by value; they hold nothing, so they are shared
+    result: Any = None  # the model's result, with empty tensors
+    stand_ins: dict[int, StandIn] = field(default_factory=dict)  # by value; without memory, so they are shared
     made_before: dict[int, frozenset[int]] = field(default_factory=dict)  # see `before`
 
     @property
@@ -139,7 +141,7 @@ class Trace:
 
     @cached_property
     def fixed(self) -> frozenset[int]:
-        """Those of them whose results are the same for all inputs of the same sizes."""
+        """Common events whose results are equal for all inputs of the same sizes."""
         events, values = self.events, self.values
         return frozenset(
             at for at in self.common if events[at].makes and all(values[v].fixed for v in events[at].makes)
@@ -147,13 +149,13 @@ class Trace:
 
     @cached_property
     def lone(self) -> dict[int, int]:
-        """The values of common events that make one tensor and nothing else."""
+        """Values of common events whose result is a single tensor."""
         return {at: makes[0] for at, makes in self._lone_makes() if at in self.common}
 
     @cached_property
     def skipped_at_once(self) -> dict[int, int]:
-        """The values of events that make one tensor and nothing else, and change nothing: to skip one, only its
-        stand-in is needed."""
+        """Values of events whose result is a single tensor and that change nothing: such an event is skipped by
+        returning its stand-in."""
         events = self.events
         return {
             at: makes[0]
@@ -167,13 +169,12 @@ class Trace:
 
     @cached_property
     def looks_at_tensors(self) -> dict[str, bool]:
-        """Getters of tensors that open code uses, and whether one that needs no data says of a stand-in what it says
-        of the tensor."""
+        """Getters of tensors that open code uses, and whether they return the same for a stand-in as for the tensor."""
         getters = {name for name in self.quiet if name.endswith(".__get__")}
         return {name: name.split(".")[-2] in _SHAPES for name in getters}
 
     def before(self, event: int) -> frozenset[int]:
-        """Values made before an event that are not the same on every stage."""
+        """Return the values computed before an event that differ between stages."""
         known = self.made_before.get(event)
         if known is None:
             every = enumerate(self.values)
@@ -218,8 +219,8 @@ HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_gra
 
 
 def is_fixed(values: Sequence[Value], looked_at: Sequence[int | None]) -> bool:
-    """Whether a look at data has the same answer for all inputs of the same sizes; None stands for a tensor that is no
-    value of the trace."""
+    """Whether data that open code read is equal for all inputs of the same sizes; None stands for a tensor that is not
+    in the trace."""
     return bool(looked_at) and all(value is not None and values[value].fixed for value in looked_at)
 
 

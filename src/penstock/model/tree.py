@@ -71,8 +71,8 @@ def replace_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def fresh(value: Any) -> Any:
-    """The same value in containers of its own: who changes one of them changes nobody else's."""
-    if type(value) is tuple and _LEAVES.issuperset(map(type, value)):  # nearly all
+    """Return the value with its containers copied, so that changes do not affect the original."""
+    if type(value) is tuple and _LEAVES.issuperset(map(type, value)):  # the usual case
         return value
     if isinstance(value, torch.Tensor) or not is_container(value) or isinstance(value, MappingProxyType):
         return value

@@ -24,7 +24,7 @@ from penstock.model.encoder import is_encoder, padded
 from penstock.model.trace import hollow, standing_for
 
 _CALL = nn.Module.__call__
-_APPLY = vars(torch.autograd.Function)["apply"]  # the classmethod itself: taken from the class it would be bound to it
+_APPLY = vars(torch.autograd.Function)["apply"]  # the unbound classmethod
 transform_level = torch._C._functorch.maybe_current_level  # None outside
 _LIBRARIES = ("torch", "penstock", "contextlib", "functools", "random", "copy")
 
@@ -71,7 +71,7 @@ class Walk(TorchFunctionMode):
         self.inside = False  # whether an event is running, whose own calls are not observed
 
     def met(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an atom call."""
+        """Return the result of an atom call."""
         return self.hidden(self.atom, name, partial(_CALL, module), args, kwargs)
 
     def atom(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,9 +172,9 @@ def is_walking() -> bool:
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = _running.walk
-    if walk is None or walk.inside:  # what torch's own does, without another call around it: nearly all
+    if walk is None or walk.inside:  # as torch's own `__call__`, which is the usual case
         own = module._compiled_call_impl
-        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)
+        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)  # type: ignore[no-untyped-call]
     if transform_level() is not None:
         walk.transformed(type(module).__name__, (args, list(module.parameters())), kwargs)
         return _CALL(module, *args, **kwargs)
@@ -200,7 +200,7 @@ _names: dict[Any, str] = {}
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """A torch function's name."""
+    """Return the name of a torch function."""
     name = _names.get(func)
     if name is None:
         name = _names[func] = resolve_name(func) or getattr(func, "__qualname__", repr(func))

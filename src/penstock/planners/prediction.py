@@ -57,7 +57,7 @@ class Prediction:
 
     @cached_property
     def busy(self) -> list[tuple[float, str]]:
-        """What takes the largest share of a step: (share, what), the largest first."""
+        """The largest shares of a step: (share, what), the largest first."""
         parts = [*self._computing(), *self._moving()]
         total = self.step_seconds or 1.0
         return sorted(((seconds / total, what) for seconds, what in parts), reverse=True)

@@ -28,9 +28,7 @@ from penstock.profiler.work_timer import WorkTimer
 
 Read = dict[Any, float]  # seconds by operation, stage and micro-batch
 SEEN = 3  # micro-batches of a mini-batch that are run: the first, whose gradients are new, and others
-SEEN_ALONE = (
-    5  # enough for some that run as most of a mini-batch: a forward after a backward, a backward after a forward
-)
+SEEN_ALONE = 5  # enough for some to run as most do: a forward after a backward, a backward after a forward
 
 
 @dataclass(frozen=True)
@@ -203,12 +201,12 @@ class Bench:
         return mean
 
 
-def _later(op: Op, seen: int, alone: bool) -> range:
+def _later(op: Op, count: int, alone: bool) -> range:
     """Return the micro-batches that run as all but the first of a mini-batch. Stage by stage, the second forward still
     follows a forward, and the last backward a backward."""
-    if not alone or seen < 3:
-        return range(1, seen)
-    return range(2, seen) if op is Op.F else range(1, seen - 1)
+    if not alone or count < 3:
+        return range(1, count)
+    return range(2, count) if op is Op.F else range(1, count - 1)
 
 
 def _unevenness(read: Read, later: dict[Op, range]) -> float:

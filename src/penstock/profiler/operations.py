@@ -49,9 +49,8 @@ _FREE = frozenset(
         aten.new_empty_strided.default,
     )
 )
-_GATHERED = frozenset(
-    (aten.embedding, aten.index_select, aten.index, aten.gather)
-)  # they read only some rows of a table
+# They read only some rows of a table.
+_GATHERED = frozenset((aten.embedding, aten.index_select, aten.index, aten.gather))
 _FILLED = frozenset((aten.copy_, aten.fill_, aten.zero_, aten.bernoulli_, aten.uniform_, aten.normal_))
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: 0,  # index of the query in the arguments

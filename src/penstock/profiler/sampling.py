@@ -48,12 +48,14 @@ class Samples:
     figures: FloatArray  # (samples, ...)
     foreign: FloatArray  # as a share of each sample
     quiet: BoolArray
-    wanted: int
+    requested: int
 
     @property
     def chosen(self) -> LongArray:
         """The requested number of samples, the least disturbed."""
-        indices: LongArray = np.sort(np.argsort(np.where(self.quiet, 0.0, self.foreign), kind="stable")[: self.wanted])
+        indices: LongArray = np.sort(
+            np.argsort(np.where(self.quiet, 0.0, self.foreign), kind="stable")[: self.requested]
+        )
         return indices
 
     @property

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import nn
 
-from penstock.comm.transport.open import wish_of
+from penstock.comm.transport.open import requested_transport
 from penstock.core.arguments import Option, check_options, options_of
 from penstock.core.cost import Costs
 from penstock.core.loop import Loop
@@ -153,7 +153,9 @@ class PipelineOptions:
     ] = "every"
     transport: Annotated[
         str | None,
-        Option("'shared', 'gloo' or a registered transport, in place of the one chosen for processes.", wish_of),
+        Option(
+            "'shared', 'gloo' or a registered transport, in place of the one chosen for processes.", requested_transport
+        ),
     ] = None
     timeout: Annotated[float, Option("Seconds that a rank waits for another before it fails.", check_timeout)] = 120.0
     timeline: Annotated[

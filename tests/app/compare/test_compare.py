@@ -151,7 +151,7 @@ def test_methods_that_cannot_run_or_diverge_get_a_row_with_the_reason(small):
         assert found.cells(rows[name])[-2] == "diverged"
     assert rows["2bw"].note == "expected 2bw's microbatches to be at least its depth of 4 stages, but got 2"
     assert found.cells(rows["2bw"])[-2] == "not run"
-    assert "2bw: expected 2bw's microbatches" in "\n".join(found.said())
+    assert "2bw: expected 2bw's microbatches" in "\n".join(found.captions())
     assert found.svg()
     assert json.loads(json.dumps(found.to_json()))["methods"][2]["final_loss"] is None
 

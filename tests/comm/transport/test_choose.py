@@ -10,7 +10,7 @@ import torch
 
 from distributed.hosts import HERE, Rank, Ranks, run
 from penstock.comm.transport.interface import LaneName, Message, MessageKey
-from penstock.comm.transport.open import Facts, kind, open_lanes, wish_of
+from penstock.comm.transport.open import Facts, kind, open_lanes, requested_transport
 from penstock.errors import InputError
 
 SCRIPT = str(Path(__file__).with_name("choose_ranks.py"))
@@ -120,11 +120,11 @@ def test_kinds_by_where_the_ranks_are():
 
 def test_a_transport_that_is_not_there(monkeypatch):
     with pytest.raises(InputError, match=r"transport= to be one of shared, gloo, but got 'tcp'"):
-        wish_of("tcp")
+        requested_transport("tcp")
     monkeypatch.setenv("PENSTOCK_TRANSPORT", "pigeon")
     with pytest.raises(InputError, match="PENSTOCK_TRANSPORT to be one of"):
-        wish_of(None)
-    assert wish_of("gloo") == "gloo"
+        requested_transport(None)
+    assert requested_transport("gloo") == "gloo"
 
 
 def test_stages_of_one_rank_need_no_ranks():

@@ -33,14 +33,14 @@ COPIED = 64 << 20  # bytes copied to measure the bandwidth to host memory
 TIMES = 9
 
 
-def count_devices(wanted: int | None) -> int:
+def count_devices(requested: int | None) -> int:
     """Return how many devices to describe: by default all CUDA devices, or a worker for each core."""
     if not torch.cuda.is_available():
-        return cores() if wanted is None else wanted
+        return cores() if requested is None else requested
     here = torch.cuda.device_count()
-    if wanted is not None and wanted > here:
-        raise InputError(f"at most the {here} CUDA devices of this host", wanted, "ask for fewer devices")
-    return here if wanted is None else wanted
+    if requested is not None and requested > here:
+        raise InputError(f"at most the {here} CUDA devices of this host", requested, "ask for fewer devices")
+    return here if requested is None else requested
 
 
 def device_of(local: int) -> torch.device:

@@ -83,9 +83,8 @@ SIZES = tuple(1 << exponent for exponent in range(10, 25, 2))  # 1 KB to 16 MB
 LEAST, MOST = 7, 40  # repetitions
 STABLE = 0.1  # the spread of all sizes below which more repetitions are not needed
 PATIENCE = 4.0  # seconds for the repetitions of one kind
-Operation = Callable[
-    [torch.Tensor, int], None
-]  # runs an operation that many times with a tensor, on all participating ranks
+# Runs an operation with a tensor that many times, on all participating ranks.
+Operation = Callable[[torch.Tensor, int], None]
 
 
 @dataclass

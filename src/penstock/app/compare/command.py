@@ -94,7 +94,7 @@ def _run(setup: Setup, method: Method, at: int, show: ShowMany) -> MethodRun:
 
 def _row(setup: Setup, run: MethodRun, runs: Sequence[MethodRun]) -> Row:
     """Return the figures of a run. Times of an inline run are simulated from all runs with the same stages."""
-    method, track, result = run.method, run.track, run.found
+    method, track, result = run.method, run.track, run.result
     if result is None or run.cause is not None:
         return Row(method, track.losses, track.seconds, cause=run.cause)
     task, activations = run.request.task(), setup.stage_activations(method)

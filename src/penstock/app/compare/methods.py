@@ -75,10 +75,10 @@ def choose_methods(
         if value is not None and value < 1:
             raise InputError(f"{flag} to be at least 1 mini-batch", value, "correct it, or leave it out")
     k, n = t1 or max(1, steps // 4), t3 or max(1, steps // 10)
-    wanted = [method.name for method in NAMED.values() if method.usual] if names is None else list(names)
-    if not wanted:
+    selected = [method.name for method in NAMED.values() if method.usual] if names is None else list(names)
+    if not selected:
         raise InputError("the names of some methods", "none", f"choose from {', '.join(NAMED)}")
-    return [_find(name).with_budget(k, n) for name in dict.fromkeys(wanted)]
+    return [_find(name).with_budget(k, n) for name in dict.fromkeys(selected)]
 
 
 def _find(name: str) -> Method:

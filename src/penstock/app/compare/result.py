@@ -86,7 +86,7 @@ class Row:
 
     method: Method
     losses: list[float]
-    seconds: list[float]  # from the begin to the end of each mini-batch
+    seconds: list[float]  # from the start of the run to the end of each mini-batch
     pace: float | None = None  # seconds of a mini-batch in the steady state
     utilisation: float | None = None
     memory: dict[str, float] = field(default_factory=dict)  # bytes on the fullest rank, by kind

@@ -137,7 +137,7 @@ class MethodRun:
     method: Method
     request: Request
     track: Track
-    found: RunResult | None = None
+    result: RunResult | None = None
     cause: Cause | None = None
     watch: Stopwatch | None = None  # of a run whose times are to be simulated
 
@@ -147,12 +147,12 @@ def run_inline(run: MethodRun) -> None:
     try:
         task = run.request.task()
         if run.method.schedule is None:
-            run.found = train_plain(task, run.track)
+            run.result = train_plain(task, run.track)
             return
         pipe = task.pipeline(verify=False)
         run.watch = Stopwatch(pipe)
         train(pipe, task, run.track)
-        run.found = RunResult(stage_bytes(pipe), None)
+        run.result = RunResult(stage_bytes(pipe), None)
     except Exception as error:  # reported in the method's row; other methods go on
         run.cause = cause_of(error, len(run.track.losses))
 
@@ -191,7 +191,7 @@ def _collect(runs: Sequence[MethodRun], folder: Path, failed: bool) -> int:
         if not file.exists():
             run.cause = _failure_cause(folder, number)
             return number
-        run.found = RunResult.from_json(json.loads(file.read_text(encoding="utf-8")))
+        run.result = RunResult.from_json(json.loads(file.read_text(encoding="utf-8")))
     if failed:
         runs[-1].cause = _failure_cause(folder, len(runs) - 1)
     return len(runs)

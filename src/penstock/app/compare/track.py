@@ -17,7 +17,7 @@ TICK = 0.2  # seconds
 
 @dataclass
 class Track:
-    """Losses, and the seconds from the begin of the run to each. Each is passed to `show`, and written to `out`, a file
+    """Losses, and the seconds from the start of the run to each. Each is passed to `show`, and written to `out`, a file
     in which another process reads them under the run's number."""
 
     show: Show | None = None

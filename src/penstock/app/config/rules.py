@@ -175,18 +175,18 @@ def _build(
     home: Any,
     base: type,
     first: Any,
-    ours: Mapping[str, Any] | None = None,
+    own_classes: Mapping[str, Any] | None = None,
     hidden: frozenset[str] = frozenset(),
 ) -> Generator[ConfigFault, None, Any]:
     """Build an optimizer or LR scheduler from its section; yield the faults, and return None if there are any."""
     name, arguments = given.pop("name"), as_arguments(given)
-    kinds = {key: kind for key, kind in vars(home).items() if _usable(kind, base)} | dict(ours or {})
+    kinds = {key: kind for key, kind in vars(home).items() if _usable(kind, base)} | dict(own_classes or {})
     if name not in kinds:
         yield ConfigFault(f"{path}.name", f"a class of {home.__name__}", shown(name), suggestion(name, set(kinds)))
         return None
     takes = _takes(kinds[name])
     valid = set(takes) - hidden
-    whose = name if name in (ours or {}) else f"{home.__name__}.{name}"
+    whose = name if name in (own_classes or {}) else f"{home.__name__}.{name}"
     for key in arguments.keys() - valid:
         yield ConfigFault(f"{path}.{key}", f"an argument of {whose}", "an unknown one", suggestion(key, valid))
     needed = [key for key, one in takes.items() if _is_needed(one)]
@@ -201,7 +201,9 @@ def _build(
         return kinds[name](first, **right)
     expected = f"a value that {name} takes"
     wrong = _rejected_arguments(right, needed, lambda some: _argument_refusal(kinds[name], first, some))
-    yield from [ConfigFault(f"{path}.{key}", expected, f"{shown(right[key])} ({said})") for key, said in wrong.items()]
+    yield from [
+        ConfigFault(f"{path}.{key}", expected, f"{shown(right[key])} ({reason})") for key, reason in wrong.items()
+    ]
     if not wrong:
         yield ConfigFault(path, f"values that {name} takes together", error)
     return None
@@ -216,13 +218,13 @@ def _rejected_arguments(given: Good, needed: Sequence[str], refusal: Callable[[G
     """Return the error for each argument that is rejected in combination with the required ones; if the required
     arguments themselves are rejected, for the only required one."""
     least = {key: given[key] for key in needed}
-    said = refusal(least)
-    if said is not None:
-        return {needed[0]: said} if len(needed) == 1 and said == refusal(given) else {}
+    reason = refusal(least)
+    if reason is not None:
+        return {needed[0]: reason} if len(needed) == 1 and reason == refusal(given) else {}
     suspects = {key for key, value in given.items() if refusal(least | {key: value}) is not None}
     beside = {key: value for key, value in given.items() if key not in suspects}  # some values need others
     errors = {key: refusal(beside | {key: given[key]}) for key in given if key in suspects}
-    return {key: said for key, said in errors.items() if said is not None}
+    return {key: reason for key, reason in errors.items() if reason is not None}
 
 
 def _argument_refusal(kind: Callable[..., Any], first: Any, arguments: Good) -> str | None:
@@ -244,5 +246,5 @@ def _usable(kind: Any, base: type) -> bool:
     if not (isinstance(kind, type) and issubclass(kind, base) and kind is not base):
         return False
     step: Any = vars(kind).get("step", getattr(base, "step", None))
-    wanted = list(inspect.signature(step).parameters.values())[1:]
-    return all(parameter.default is not inspect.Parameter.empty for parameter in wanted)
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    return all(parameter.default is not inspect.Parameter.empty for parameter in parameters)

@@ -1,4 +1,5 @@
-"""Schedules of the user's own by name: for `penstock.schedule`, a Pipeline, the simulator and the planner's search."""
+"""Register schedules of the user's own by name, for `penstock.schedule`, a Pipeline, the simulator and the planner's
+search."""
 
 from __future__ import annotations
 

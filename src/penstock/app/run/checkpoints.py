@@ -32,9 +32,7 @@ class PeriodicCheckpoints:
         """Raise, before the first step, if the directory is not writable or already holds checkpoints of later
         steps."""
         if self.path is not None:
-            from penstock.training.checkpoint import (
-                save_load,  # imported here, as torch's checkpoint module loads slowly
-            )
+            from penstock.training.checkpoint import save_load  # torch's checkpoint module loads slowly
 
             save_load.require_room(self.pipe, self.path, self._will_write)
 

@@ -70,7 +70,7 @@ def progress_of_many(runs: int, steps: int, out: TextIO | None) -> Iterator[Show
 
 @contextmanager
 def progress_of_samples(what: str, out: TextIO | None) -> Iterator[Callable[[int, int], None]]:
-    """Show the number of samples measured; without a terminal, only the begin of the measurement."""
+    """Show the number of samples measured; without a terminal, only the start of the measurement."""
     if out is None or not out.isatty():
         if out is not None:
             print(what, file=out, flush=True)

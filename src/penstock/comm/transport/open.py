@@ -1,7 +1,7 @@
 """Open the lanes of a rank, each over the transport that suits the location of its two ends.
 
     both stages on one rank         local
-    what the user asks for          that: shared, gloo, or a transport of his own (registered.py)
+    as the user requests            shared, gloo, or a registered transport (registered.py)
     a GPU each, and NCCL            nccl
     one host                        shared memory, with gloo as fallback
     else                            gloo
@@ -108,7 +108,7 @@ def kind(a: Facts, b: Facts) -> str:
     return "shared" if near and a.shared and b.shared else "gloo"
 
 
-def wish_of(transport: str | None) -> str | None:
+def requested_transport(transport: str | None) -> str | None:
     """Return the transport that the user requests by the argument or the environment; None for a choice by location."""
     requested = transport or os.environ.get(VARIABLE) or None
     names = transport_names()
@@ -166,14 +166,14 @@ def open_lanes(
 ) -> OpenLanes:
     """Open the lane ends of this rank. Every rank has to call, with the names of all lanes.
 
-    `placement`: the rank of each stage's first replica; its others follow. `transport`: "shared" or "gloo" instead of
-    what would be chosen; the environment's PENSTOCK_TRANSPORT where it is not given.
+    `placement`: the rank of each stage's first replica; its others follow. `transport`: "shared", "gloo" or a
+    registered name to override the choice by location; by default the environment's PENSTOCK_TRANSPORT.
     """
     ends: Ends = {
         name: (placement[name.source] + name.source_replica, placement[name.target] + name.target_replica)
         for name in sorted(set(names))
     }
-    facts = exchange(world, ends, device, wish_of(transport))
+    facts = exchange(world, ends, device, requested_transport(transport))
     kinds = {name: kind(facts[a], facts[b]) if a != b else "local" for name, (a, b) in ends.items()}
     mesh = _mesh(world) if set(kinds.values()) - {"local"} else None
     build = _Build(world, ends, kinds, {}, {})
@@ -232,14 +232,14 @@ class _Build:
                 senders[name] = SharedSender(name, store, watch, peer)
             except OSError as error:
                 errors[name] = error
-        self._give_up(errors)
+        self._announce_unshared(errors)
         for name, peer in self.receiving("shared").items():
             receivers[name] = SharedReceiver(name, store, watch, peer)
             try:
                 receivers[name].connect()
             except OSError as error:
                 errors[name] = error
-        self._give_up(errors)
+        self._announce_unshared(errors)
         if errors:
             warn_slow(next(iter(errors.values())), "between the ranks of this host")
         for name, peer in self.sending("shared").items():
@@ -249,10 +249,10 @@ class _Build:
         for end in (*senders.values(), *receivers.values()):
             end.close()
 
-    def _give_up(self, troubles: dict[LaneName, OSError]) -> None:
-        """All ranks learn of all lanes that cannot be shared."""
-        for said in self.world.gather(json.dumps(list(troubles)).encode()):
-            self.kinds.update({LaneName(*name): "gloo" for name in json.loads(said)})
+    def _announce_unshared(self, troubles: dict[LaneName, OSError]) -> None:
+        """Tell all ranks which lanes cannot be shared; those use gloo alone."""
+        for message in self.world.gather(json.dumps(list(troubles)).encode()):
+            self.kinds.update({LaneName(*name): "gloo" for name in json.loads(message)})
 
     def nccl(self, mesh: GlooMesh, device: torch.device) -> None:
         pairs = [pair for name, pair in self.ends.items() if self.kinds[name] == "nccl"]
@@ -272,7 +272,7 @@ class _Build:
             mesh.listen(peer)
 
     def registered(self) -> None:
-        """Make the ends of lanes whose transport is the user's own."""
+        """Open the lanes over registered transports."""
         for kind in sorted(set(self.kinds.values())):
             transport = registered_transport(kind)
             if transport is None:

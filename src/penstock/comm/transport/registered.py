@@ -1,4 +1,4 @@
-"""Transports from outside the package: registered by name, and used where a Pipeline's `transport=` names one."""
+"""Transports that a user registers by name, used where a Pipeline's `transport=` names one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ BUILT_IN = ("shared", "gloo")
 
 
 class Link(NamedTuple):
-    """One lane of this rank, as the ends of a registered transport are given it."""
+    """One lane of this rank, passed to the functions that make the ends of a registered transport."""
 
     lane: LaneName
     peer: int  # the rank at the other end
-    store: Store  # keys and values that all ranks can read and write, with names of this lane's own
-    watch: Waiting  # to be asked while an end waits
+    store: Store  # a key-value store of all ranks, with a prefix for this lane
+    watch: Waiting  # failure checks to call while an end waits
 
 
 class Transport(NamedTuple):
-    """How the two ends of a lane are made."""
+    """The functions that make the two ends of a lane."""
 
     sender: Callable[[Link], Sender]
     receiver: Callable[[Link], Receiver]

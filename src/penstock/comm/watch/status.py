@@ -186,7 +186,7 @@ class StatusPage:
         page[PageField.WAIT_SEEN] = monotonic_ns()
 
     def begin_collective(self, kind: int) -> None:
-        """Record the begin of a collective."""
+        """Record the start of a collective."""
         number = self.fields[PageField.COLLECTIVES] + 1
         self.fields[PageField.KINDS + number % RECENT] = number << 32 | kind
         self.fields[PageField.COLLECTIVES] = number

@@ -34,7 +34,7 @@ DEEPEST = 12  # innermost calls that are shown
 
 
 def main_stack() -> str:
-    """The innermost Python calls of the main thread, from any thread."""
+    """Return the innermost Python calls of the main thread, from any thread."""
     ident = threading.main_thread().ident
     frame = sys._current_frames().get(ident) if ident is not None else None
     frames = traceback.extract_stack(frame) if frame is not None else []

@@ -14,7 +14,7 @@ from time import monotonic, sleep
 import torch
 
 SHORT = 1024  # bytes of a row in a small collective, the length included
-HEAD = 8  # bytes of the length at the begin of a row
+HEAD = 8  # bytes of the length at the start of a row
 LINGER = 1.0  # seconds to wait for gloo's threads to release the tensors
 
 

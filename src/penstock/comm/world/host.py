@@ -1,4 +1,4 @@
-"""Which host a process is on, and which network interface leads to the others."""
+"""The host of a process, its cores, and the network interface that leads to other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The begin and end of each row, with one clock reading between two rows, for the last runs."""
+"""The start and end of each row, with one clock reading between two rows, for the last runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Readings = npt.NDArray[np.int64]  # (begin or end, row)
 
 
 class TimedRun(NamedTuple):
-    """Begin and end of all rows of this process's slots, slot after slot, and the number of mini-batches."""
+    """Start and end of all rows of this process's slots, slot after slot, and the number of mini-batches."""
 
     readings: Readings
     batches: int

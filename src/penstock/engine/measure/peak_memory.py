@@ -54,7 +54,7 @@ class PeakMemory:
             CLEAR.write_text(CLEAR_PEAK)
 
     def added(self) -> int:
-        """Return the peak bytes since the restart, without those at the begin."""
+        """Return the peak bytes since the restart, without those in use at the start."""
         most = torch.cuda.max_memory_allocated(self.device) if self._cuda else _status("VmHWM") - _status("RssFile")
         return most - self.base
 

@@ -19,9 +19,8 @@ class Drift:
         self.delay, self.keep = delay, decay ** (1 / delay)
         self.delta = [torch.zeros_like(weight) for weight in weights]
         self.spare = [torch.empty_like(weight) for weight in weights]
-        self.corrected_from: list[Tensor] | None = (
-            None  # the weights that `spare` was computed from, while they are valid
-        )
+        # the weights that `spare` was computed from, while they are valid
+        self.corrected_from: list[Tensor] | None = None
 
     def forget(self) -> None:
         """Discard the corrected weights: the weights have changed."""

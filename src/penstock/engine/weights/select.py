@@ -243,7 +243,7 @@ class VersionedWeights:
                 held.versions.show_these(held.versions.data[held.versions.shown])
 
     def _follow(self, held: Held, version: int) -> None:
-        """Take up the versions of a copy that the owner has sent."""
+        """Receive the versions of a copy that the owner has sent, up to `version`."""
         assert held.group is not None
         while held.versions.newest < version:
             held.versions.show_newest()

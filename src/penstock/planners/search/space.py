@@ -58,7 +58,7 @@ _registered: dict[str, SearchMethod] = {}  # schedules of the user's
 
 
 def register_method(method: SearchMethod) -> None:
-    """Have a user's schedule searched, too, after those of METHODS."""
+    """Add a user's schedule to the search, after those of METHODS."""
     _registered[method.name] = method
 
 

@@ -23,7 +23,7 @@ from penstock.training.checkpoint.kept_steps import FACTS
 from penstock.training.model_state import homes, state_of
 from penstock.training.pipeline_parts import PipelineParts
 from penstock.training.processes import Crew
-from penstock.training.weight_files.safetensors import FILE, FILES, Form, Layout, pretrained_files
+from penstock.training.weight_files.safetensors import FILE, FILES, FileLayout, Form, pretrained_files
 
 SUFFIX = ".safetensors"
 
@@ -44,7 +44,7 @@ def export(pipe: PipelineParts, path: str | os.PathLike[str]) -> None:
     with patient(crew):
         told = together(crew, f"to write {final}", described)
         forms = {name: Form(**form) for part in told for name, form in part["forms"].items()}
-    layout = Layout(forms)
+    layout = FileLayout(forms)
     write_new(
         crew,
         final,
@@ -88,7 +88,7 @@ def export_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
     names = {name.removeprefix(WEIGHTS): name for name in records if name.startswith(WEIGHTS)}
     names |= {name: WEIGHTS + first for name, first in tied.items()}
     beside = beside_weights(final, facts["pretrained"])
-    layout = Layout({name: Form(records[told].dtype, records[told].shape) for name, told in names.items()})
+    layout = FileLayout({name: Form(records[told].dtype, records[told].shape) for name, told in names.items()})
     write_new(
         Crew(Alone(), (0,), (1,)),
         final,

@@ -65,7 +65,7 @@ class Form:
         return f"{self.dtype}{list(self.shape)}"
 
 
-class Layout:
+class FileLayout:
     """Where every tensor of a new file lies, wider types first, so that each is aligned."""
 
     def __init__(self, forms: dict[str, Form]) -> None:

@@ -55,9 +55,8 @@ def free(file: int, offset: int, size: int) -> None:
 def map_piece(file: int, offset: int, size: int) -> memoryview:
     """Map a piece of the file as writable bytes, with its pages allocated. It is unmapped when the last view is
     deleted."""
-    if (
-        offset < 0 or size <= 0 or offset + size > os.fstat(file).st_size
-    ):  # an access beyond the end would kill the process
+    # An access beyond the end would kill the process.
+    if offset < 0 or size <= 0 or offset + size > os.fstat(file).st_size:
         raise OSError(errno.EINVAL, f"no piece of {size} bytes at {offset} in a file of {os.fstat(file).st_size}")
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _POPULATE
     address = _libc.mmap(None, size, protection, flags, file, offset)
