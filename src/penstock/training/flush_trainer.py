@@ -48,7 +48,7 @@ class FlushTrainer:
         pipe, loss = self.pipe, self.pipe.require_loss()
         inputs, target = pipe.feed.one(inputs, target)
         pipe.checks.every_batch(loss, inputs, target)
-        with torch.enable_grad(), input_gradients(inputs, pipe.crew.alone) as scaled:
+        with torch.enable_grad(), input_gradients(inputs, pipe.ranks.alone) as scaled:
             total = pipe.again(lambda: self._run(pipe.jobs(inputs, target, pipe.microbatches, scored(loss))))
             scaled.by = pipe.optimizers.unit / (total.weight * pipe.optimizers.scale)
         pipe.checks.first_batch(loss, inputs, target)
