@@ -61,8 +61,8 @@ def measured(case, steps):
     step = median_of(lambda: pipe.step(x, x), steps)
     gradients = {parameter: torch.randn_like(parameter) for parameter in pipe.optimizers.parameters}
     look = median_of(lambda: all_finite(gradients))
-    agree = median_of(lambda: pipe.crew.world.all_well(True))
-    return [json.loads(part) for part in pipe.crew.world.gather(json.dumps([step, look, agree]).encode())]
+    agree = median_of(lambda: pipe.ranks.world.all_well(True))
+    return [json.loads(part) for part in pipe.ranks.world.gather(json.dumps([step, look, agree]).encode())]
 
 
 def main(case, steps):

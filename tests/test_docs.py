@@ -170,6 +170,12 @@ def test_files_that_are_named_exist(page):
         assert (ROOT / path).exists(), path
 
 
+def test_the_index_names_every_page():
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages == set(re.findall(r"\]\((\w+\.md)\)", index))
+
+
 def test_the_plan_of_the_readme_can_be_trained(tmp_path):
     """Its commands as they stand, one after the other; the training shortened. It was a plan that nothing could run."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -32,11 +32,11 @@ class Ours:
 
     def held(self):
         """The most bytes of received tensors that were in use at once; each lane at its own worst."""
-        return sum(end.shared.most_bytes_held for end in self.pipe.ground.lanes.receivers.values())
+        return sum(end.shared.most_bytes_held for end in self.pipe.context.lanes.receivers.values())
 
     def slots(self):
         """Bytes of shared memory that this rank has made for what it sends, in use or not, by the stage it goes to."""
         found = {}
-        for name, end in self.pipe.ground.lanes.senders.items():
+        for name, end in self.pipe.context.lanes.senders.items():
             found[name.target] = found.get(name.target, 0) + end.shared.bytes
         return found

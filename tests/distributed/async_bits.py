@@ -107,7 +107,7 @@ def run(name: str, ranks: int, transport: str | None = None) -> dict[str, Any]:
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), transport=transport, verify=False, timeout=60,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95), **options,
     )  # fmt: skip
-    here = options.get("data") != "rank0" or pipe.crew.world.rank == 0
+    here = options.get("data") != "rank0" or pipe.ranks.world.rank == 0
     losses: list[Any] = []
     for record in pipe.train(batches if here else None):
         losses.append(record.loss)

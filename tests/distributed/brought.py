@@ -150,7 +150,7 @@ def dicts(ranks: int) -> Any:
             microbatches=4, loss=lambda out, target: out.loss, data=data,
             optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
         )  # fmt: skip
-        here = data == "every" or pipe.crew.world.rank == 0
+        here = data == "every" or pipe.ranks.world.rank == 0
         found = [step.loss for step in pipe.train(loader if here else None)]
         found += [pipe.step(loader[1] if here else None).loss, pipe.evaluate(loader if here else None)]
         found.append(pipe.forward(loader[2] if here else None).logits.sum().item())

@@ -60,7 +60,7 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
 
 def meetings(pipe: penstock.Pipeline) -> int:
     """Of all ranks so far."""
-    watch = getattr(pipe.crew.world, "watch", None)
+    watch = getattr(pipe.ranks.world, "watch", None)
     return 0 if watch is None else int(watch.status_page.page[PageField.COLLECTIVES])
 
 
@@ -96,7 +96,7 @@ def main(asked: dict[str, Any]) -> None:
     if asked.get("file"):
         state = pipe.state_dict()
         mark = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
-        kinds = sorted(set(getattr(pipe.ground.lanes, "kinds", {}).values()))
+        kinds = sorted(set(getattr(pipe.context.lanes, "kinds", {}).values()))
         found = {"losses": losses, "mark": mark, "kinds": kinds, "met": met[-1] - met[0]}
         Path(f"{asked['file']}.{RANK}").write_text(json.dumps(found))
 

@@ -84,7 +84,7 @@ def state(pipe: Pipeline) -> dict[str, Any]:
     parts = pipe.optimizers
     found: dict[str, Any] = {name: parameter.detach().clone() for parameter, name in parts.names.items()}
     home = pipe.split.buffer_stages()
-    buffers = {name: b.clone() for name, b in pipe.model.named_buffers() if home.get(name, 0) in pipe.crew.here}
+    buffers = {name: b.clone() for name, b in pipe.model.named_buffers() if home.get(name, 0) in pipe.ranks.here}
     found |= buffers
     for optimizer in parts.optimizers.values():
         for group in optimizer.param_groups:

@@ -1,8 +1,8 @@
-"""Training without a flush, as a user sees it: mini-batches go in, and a record comes out when each is done.
+"""Asynchronous training: mini-batches are fed without a flush, and a record comes out when each is done.
 
-Record k comes at the same point of the loop's body on every rank, so whoever leaves after it fixes the drain
-everywhere: what was taken from the loader by then is trained to its end. An evaluation or a save in between drains too,
-and the pipe fills again afterwards.
+Record k comes at the same point of the loop's body on every rank, so leaving the loop after it fixes the drain on all
+ranks: every mini-batch taken from the loader by then is trained to its end. An evaluation or a save in between drains
+the pipeline too; it fills again afterwards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AsyncPipeline(PipelineParts, Protocol):
 
 
 class AsyncTrainer:
-    """The mini-batches in flight between one drain and the next, and those that have just come out."""
+    """Trains a pipeline without a flush; holds the mini-batches in flight and the records not yet taken."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class AsyncTrainer:
         self.flowing = self.draining = False
         self.before: list[torch.Tensor | None] = []
         self.watching = watching()
-        self.loop: object = None  # whose loop is under way
-        self.late: BaseException | None = None  # what went wrong when a loop was left, for whoever asks next
-        self.norms: dict[int, float] = {}  # of all gradients, as far as they were agreed on in the last drain
+        self.loop: object = None  # identifies the user's loop that is running
+        self.late: BaseException | None = None  # the error of leaving a loop, raised by the next call
+        self.norms: dict[int, float] = {}  # of all gradients, as agreed on in the last drain
 
     def train(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[Step]:
-        """One record a mini-batch, in order, until there is no more, or the pipeline goes on by another schedule."""
+        """Yield one record a mini-batch, in order, until the loader ends or the pipeline switches its schedule."""
         self.drain()
         self.finished.clear()
         loop = self.loop = object()
@@ -83,30 +83,30 @@ class AsyncTrainer:
             self.drain()
             yield from self._out(loop)
         except GeneratorExit:
-            if sys.is_finalizing():  # a loop that was never left: the script is over, and torch is being taken down
+            if sys.is_finalizing():  # the script ended inside the loop, and torch is being shut down
                 raise
             try:
                 self._leave(loop)
-            except LeftAlone as error:  # what threw this rank out of its loop comes first
-                error.__suppress_context__ = True  # which is Python's own way of leaving
+            except LeftAlone as error:  # the error that ended the loop on this rank comes first
+                error.__suppress_context__ = True  # its context is the GeneratorExit
                 self.late = error
-            except BaseException as error:  # which Python only prints when a loop is left by `break`
+            except BaseException as error:  # Python only prints it when a loop is left by `break`
                 self.late = error
                 raise
             raise
         except BaseException:
-            if self.pipe.crew.alone:  # other ranks may not know of it: they hear of it, and end
+            if self.pipe.ranks.alone:  # on several ranks all end, as the failure watch tells them
                 self._leave(loop)
             raise
 
     def step(self, inputs: Any, target: Any) -> Step:
-        """One mini-batch by itself, with what synchronous training does: its norm is that of all gradients."""
+        """Train on one mini-batch by itself, as synchronous training does: its norm is that of all gradients."""
         self.drain()
         self._alone(inputs, target)
-        return self.finished.pop()  # records of a loop that it was called in stay for that
+        return self.finished.pop()  # earlier records stay for the loop that this was called in
 
     def drain(self) -> None:
-        """Train to its end what is in flight; afterwards all weights are the newest, and nobody waits for anything."""
+        """Train all mini-batches in flight to their end; all weights are then the newest."""
         late, self.late = self.late, None
         if late is not None:
             raise late
@@ -118,13 +118,13 @@ class AsyncTrainer:
             self.weights.total = self.fed * self.endless.shape.microbatches
             self.draining = True
             self.executor.run([self.endless.rest(slot, self.passes, self.fed) for slot in self.executor.slots])
-            self._meet()
+            self._agree()
         self._clocked()
         self._finish(self.fed)
         self._stop()
 
     def _goes_on(self, batches: Iterator[tuple[Any, Any]]) -> bool:
-        """Train until the next record; False when there is no more."""
+        """Train until the next record; return False when there is none."""
         if self.pipe.index < self.updates.since + self.first:
             batch = next(batches, None)
             if batch is not None:
@@ -149,7 +149,7 @@ class AsyncTrainer:
             self.drain()
 
     def _caught_up(self, error: BaseException) -> bool:
-        """Whether all stages have come to one version: that of the mini-batches before the one that failed."""
+        """Run the rows before the failed mini-batch; return whether all stages then have the same version."""
         failed, left = self.executor.remaining()
         if failed is None:
             return False
@@ -165,15 +165,15 @@ class AsyncTrainer:
             with torch.enable_grad(), random_states_kept(self.pipe.device), self.pipe.norms, self.pipe.busy():
                 self.executor.run(earlier)
                 self.updates.forget_after(number)
-                self._meet()
-        except Exception:  # another one, of a mini-batch before: the first tells the user what is wrong
+                self._agree()
+        except Exception:  # of an earlier mini-batch: the first error tells the user what is wrong
             return False
         self._finish(number)
         return True
 
     def _require_same_end(self) -> None:
-        """Refuse ranks that leave their loops at different points."""
-        ends = [int(part) for part in self.pipe.crew.world.gather(str(self.fed).encode())]
+        """Raise for ranks that leave their loops at different mini-batches."""
+        ends = [int(part) for part in self.pipe.ranks.world.gather(str(self.fed).encode())]
         for rank, end in enumerate(ends):
             if end != ends[0]:
                 raise InputError(
@@ -199,7 +199,7 @@ class AsyncTrainer:
                 )
 
     def _take_in(self, batches: Iterator[tuple[Any, Any]]) -> bool:
-        """What the next pass needs; False when there is no more."""
+        """Take the mini-batches that the next pass needs from the loader; return False when it ends."""
         while self.fed < self.endless.fed(self.passes + 1):
             batch = next(batches, None)
             if batch is None:
@@ -232,7 +232,7 @@ class AsyncTrainer:
         self._finish(self.passes * self.endless.loop.period)
 
     def _finish(self, until: int) -> None:
-        """Mini-batches below that number are done: on this rank, and so before long on all."""
+        """Make records of the mini-batches below a number, which this rank has done and others soon will have."""
         for number in sorted(self.batches):
             if number < until:
                 jobs = self.batches.pop(number)
@@ -249,7 +249,7 @@ class AsyncTrainer:
             parameter.grad = None
         self.kept = pipe.buffers.save()
         self.flowing, self.draining, self.passes, self.fed = True, False, 0, 0
-        self.watching.__enter__()  # once for all passes: entering it takes as long as a small stage
+        self.watching.__enter__()  # once for all passes, as entering it takes as long as a small stage
         self.updates.begin()
         self.executor.begin([])
         self.weights.begin()
@@ -264,23 +264,23 @@ class AsyncTrainer:
         self.flowing, self.passes, self.fed, self.before = False, 0, 0, []
         self.batches.clear()
 
-    def _meet(self) -> None:
-        """What only one stage knows, at the end of a run, to all."""
-        crew, optimizers = self.pipe.crew, self.pipe.optimizers
+    def _agree(self) -> None:
+        """Share norms and overflows, which only single stages have, with all ranks at the end of a run."""
+        ranks, optimizers = self.pipe.ranks, self.pipe.optimizers
         self.norms = {}
         if self.updates.agreeing:
-            norms = crew.told([*self.updates.norms.items()], crew.placement[0])
+            norms = ranks.broadcast([*self.updates.norms.items()], ranks.placement[0])
             self.norms = {int(mini_batch): norm for mini_batch, norm in norms}
             self.updates.settle(self.executor.stages.stages, self.norms)
         self.weights.end()
         if optimizers.fp16:
             overflows = json.dumps([*self.updates.overflows.values()]).encode()
-            self.updates.rescale(scale for part in crew.world.gather(overflows) for scale in json.loads(part))
-            optimizers.scale, optimizers.good = crew.tell([optimizers.scale, optimizers.good])
+            self.updates.rescale(scale for part in ranks.world.gather(overflows) for scale in json.loads(part))
+            optimizers.scale, optimizers.good = ranks.broadcast([optimizers.scale, optimizers.good])
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Around rows: with the user's random states kept; a run that fails is given up, with what is newest."""
+        """Run rows with the user's random states kept; a run that fails is abandoned, see `_give_up`."""
         try:
             with torch.enable_grad(), random_states_kept(self.pipe.device), self.pipe.norms, self.pipe.busy():
                 yield
@@ -289,14 +289,17 @@ class AsyncTrainer:
             raise
 
     def _mini_batch_of(self, row: ActionRow) -> int:
-        """Return whose row it is; an update makes the version behind its mini-batch's."""
+        """Return the mini-batch of a row; an update makes the version after its mini-batch's."""
         return row.version - 1 if row.op > Op.RECV_B else row.microbatch // self.endless.shape.microbatches
 
     def _give_up(self, error: BaseException) -> None:
-        """Where no stage has an update yet, all is as it was; else all stages get those of the mini-batches before the
-        one that failed. If that cannot be, some have an update that others lack."""
+        """Abandon a run after an error.
+
+        If no stage has an update yet, everything is as before the run. Otherwise all stages get the updates of the
+        mini-batches before the failed one; where that is impossible, some have an update that others lack.
+        """
         moved = any(held.versions.newest for held in self.weights.every())
-        if not self.pipe.crew.alone or (moved and not self._caught_up(error)):
+        if not self.pipe.ranks.alone or (moved and not self._caught_up(error)):
             self.pipe.health.break_off(error, moved)
         if not moved:
             self.pipe.buffers.restore(self.kept)

@@ -1,9 +1,9 @@
 """Updates of asynchronous training: one stage at a time, without a flush.
 
-The gradients of one mini-batch on one stage make one version. Under pipedream and pipemare a stage updates at
-once, so clipping and the check for infinities see its own gradients alone: the last stage updates before the first has
-its gradient. Under 2bw the version is first used two mini-batches later, so there is time to agree: squares of the
-gradients go up with the backward, the norm of all comes down with the forward that first uses the version.
+The gradients of one mini-batch on one stage make one version. Under pipedream and pipemare a stage updates at once,
+before earlier stages have their gradients, so clipping and the check for infinities see its own gradients alone. Under
+2bw a version is first used two mini-batches later, so the stages can agree: squares of gradients are sent with the
+backwards, and the norm of all with the forward that first uses the version.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from penstock.model.stage import Job, Stage
 from penstock.training.finite_gradients import Gradients, gradient_fault, rate_fault, refusal, values_of
 from penstock.training.stage_optimizers import Optimizers, require_scale
 
-KEPT = 4  # norms of mini-batches before: all that stages behind the first may still wait for, where a run is broken off
-Rate = Callable[[int, int], float]  # of a stage, at an update: what its learning rate is multiplied with
+KEPT = 4  # norms of earlier mini-batches that later stages may still wait for where a run is abandoned
+Rate = Callable[[int, int], float]  # the factor of a stage's learning rate at an update
 
 
 @dataclass
 class StageGradients:
-    """The gradients of one mini-batch on one stage, divided, and what they came from."""
+    """Gradients of one mini-batch on one stage, divided by their weight, with its loss and fp16 scale."""
 
     mini_batch: int
     step: int
@@ -45,7 +45,7 @@ class StageGradients:
 
 @dataclass(eq=False)
 class StageUpdates:
-    """Updates each stage here when its gradients of a mini-batch are there, or have been agreed upon."""
+    """Updates each stage here once its gradients of a mini-batch are complete, or agreed on by all stages."""
 
     optimizers: Optimizers
     weights: VersionedWeights
@@ -54,10 +54,10 @@ class StageUpdates:
     rate: Rate | None = None
     since: int = 0  # mini-batches of the training before this schedule: T1 and T3 count from there
     waiting: dict[tuple[int, int], StageGradients] = field(default_factory=dict)  # by stage and version
-    norms: dict[int, float] = field(default_factory=dict)  # of all gradients, by mini-batch: the first stage knows
+    norms: dict[int, float] = field(default_factory=dict)  # of all gradients, by mini-batch; on the first stage
     overflows: dict[int, float] = field(default_factory=dict)  # scales, by stage
     open: dict[int, int] = field(default_factory=dict)  # by stage: the mini-batch whose gradients `.grad` holds
-    aside: dict[tuple[int, int], tuple[Gradients, Gradients]] = field(default_factory=dict)  # of others that have begun
+    aside: dict[tuple[int, int], tuple[Gradients, Gradients]] = field(default_factory=dict)  # of other mini-batches
     micro_batches: Counter[tuple[int, int]] = field(default_factory=Counter)  # done, by stage and mini-batch
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class StageUpdates:
         self.begin()
 
     def begin(self) -> None:
-        """A new run."""
+        """Begin a run."""
         self.waiting, self.norms, self.overflows, self.open, self.aside = {}, {}, {}, {}, {}
         self.micro_batches.clear()
         self.ties.forget()
@@ -73,7 +73,7 @@ class StageUpdates:
         self.level = False
 
     def alone(self) -> None:
-        """The run is one mini-batch, trained as synchronous training does: one norm for all, and no remedy."""
+        """Train this run's single mini-batch synchronously: one norm for all stages, no staleness mitigation."""
         self.agreeing, self.level, self.weights.level = self.measured, True, True
 
     def before_forward(self, stage: Stage, job: Job, version: int) -> None:
@@ -84,26 +84,28 @@ class StageUpdates:
             self.norms = {number: norm for number, norm in self.norms.items() if number >= version - 1 - KEPT}
         if (stage.index, version) in self.waiting:
             self._apply(stage, self.waiting.pop((stage.index, version)), words.agreed)
-        if first:  # all of a mini-batch go by one scale
+        if first:  # all micro-batches of a mini-batch have one scale
             words.overflow = _least(words.overflow, self.overflows.pop(stage.index, 0.0))
         if stage.index == self.last:
             if first:
-                self._heard(words.overflow)
+                self._overflowed(words.overflow)
             words.scale = self.optimizers.scale
             job.root = words.scale / job.batch_rows
 
     def after_forward(self, stage: Stage, job: Job, result: Any) -> None:
-        """Note the loss, which travels up with the backward."""
+        """Note the loss, which is sent with the backward."""
         if not (stage.last and job.rows):
             return
         assert isinstance(result, Loss)
         job.words.total, job.words.weight = result.total, float(result.weight)
-        if job.words.weight:  # a micro-batch may have nothing to score; the mini-batch is looked at when it is over
+        if job.words.weight:  # a micro-batch may have nothing to score; the mini-batch is checked at its end
             Total(job.words.total, job.words.weight).require_usable()
 
     def before_backward(self, stage: Stage, job: Job) -> None:
-        """Have `.grad` hold the gradients of this mini-batch alone. Where weight gradients run late, one begins before
-        another is complete."""
+        """Have `.grad` hold the gradients of this mini-batch alone.
+
+        Where weight gradients run late, one mini-batch begins before another is complete.
+        """
         number, begun = self._mini_batch(job), self.open.get(stage.index)
         if begun == number:
             return
@@ -116,7 +118,7 @@ class StageUpdates:
         self.open[stage.index] = number
 
     def after_backward(self, stage: Stage, job: Job) -> None:
-        """Count a micro-batch's gradients; the last of a mini-batch complete them."""
+        """Count a micro-batch's gradients; after the last, those of the mini-batch are complete."""
         place = (stage.index, self._mini_batch(job))
         self.micro_batches[place] += 1
         if self.micro_batches[place] == self.weights.endless.shape.microbatches:
@@ -124,7 +126,7 @@ class StageUpdates:
             self._complete(stage, job)
 
     def _complete(self, stage: Stage, job: Job) -> None:
-        """Divide the gradients of a mini-batch, and have them wait for their update."""
+        """Divide the gradients of a mini-batch by their weight; they wait for their update."""
         number = self._mini_batch(job)
         del self.open[stage.index]
         loss = _total(job.mates)
@@ -151,22 +153,22 @@ class StageUpdates:
         raise AssertionError("replicas of an asynchronous schedule are refused when it is read")
 
     def update(self, stage: Stage, version: int) -> None:
-        """The schedule wants a version: made now, or when its norm has been agreed on."""
+        """Make a version of a stage's weights now, unless it waits until its norm is agreed on."""
         if not self.agreeing:
             complete = self.waiting.pop((stage.index, version))
             self._apply(stage, complete, sqrt(complete.squares))
 
     def forget_after(self, number: int) -> None:
-        """The run ends before that mini-batch, of which some stages have gradients already."""
+        """Drop the gradients of a mini-batch and later ones, before which the run ends."""
         self.waiting = {place: one for place, one in self.waiting.items() if one.mini_batch < number}
 
     def rescale(self, overflows: Iterable[float]) -> None:
-        """After a drain: overflows of which no forward came to tell, of all stages."""
+        """After a drain, take in the overflows of all stages that no forward has carried to the last one."""
         self.overflows = {}
-        self._heard(functools.reduce(_least, overflows, 0.0))
+        self._overflowed(functools.reduce(_least, overflows, 0.0))
 
     def settle(self, stages: dict[int, Stage], norms: dict[int, float]) -> None:
-        """After a drain: what no forward came to ask for, with the norms that the first stage knows."""
+        """After a drain, make the updates that no forward has asked for, with the norms of the first stage."""
         for (stage, version), complete in sorted(self.waiting.items(), key=lambda item: item[0][1]):
             self._apply(stages[stage], complete, norms[version - 1])
         self.waiting, self.norms = {}, {}
@@ -193,8 +195,7 @@ class StageUpdates:
 
     @contextmanager
     def _rated(self, stage: int, step: int) -> Iterator[None]:
-        """PipeMare's T1, for this update and what is forecast from it: schedulers see the rate that the user asked
-        for."""
+        """Apply PipeMare's T1 to the learning rate for this update and its forecast; schedulers see the user's rate."""
         optimizer = self.optimizers.optimizers.get(stage)
         factor = 1.0 if self.rate is None or self.level else self.rate(stage, step - self.since)
         if factor == 1.0 or optimizer is None:
@@ -216,10 +217,10 @@ class StageUpdates:
         if not self.agreeing:
             self.overflows[stage.index] = _least(complete.scale, self.overflows.get(stage.index, 0.0))
         elif stage.index == self.last:
-            self._heard(complete.scale)
+            self._overflowed(complete.scale)
 
     def _require_finite(self, stage: Stage, complete: StageGradients) -> None:
-        """Before anything of the update is applied. Other stages may have made theirs: nobody flushes here."""
+        """Raise for a fault before the update is applied. Other stages may already have made theirs."""
         optimizer = self.optimizers.optimizers.get(stage.index)
         fault = {} if optimizer is None else rate_fault(optimizer, stage.index)
         if not fault and not self.measured:
@@ -227,14 +228,14 @@ class StageUpdates:
         if fault:
             raise refusal([fault], complete.step)
 
-    def _heard(self, scale: float) -> None:
-        """Gradients have overflowed under a scale. If it has come down since, nobody knows yet of the lower one."""
+    def _overflowed(self, scale: float) -> None:
+        """Halve the scale after an overflow under it, unless it has been lowered since."""
         if 0 < scale <= self.optimizers.scale:
             self.optimizers.shrink()
 
 
 def _least(one: float, other: float) -> float:
-    """Of two scales; 0 where there is none."""
+    """Return the smaller of two scales, of which 0 means none."""
     return min(one, other) if one and other else one or other
 
 

@@ -1,4 +1,4 @@
-"""Batches from the user's loader, with a fingerprint that all ranks compare, and inputs that want a gradient."""
+"""Batches from the user's loader, with a checksum that all ranks compare, and inputs that require a gradient."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from penstock.comm.transport.wire import from_bytes, to_bytes
 from penstock.errors import InputError
 from penstock.model import tree
 from penstock.model.naming import leaf_places
-from penstock.training.processes import Crew, raw
+from penstock.training.processes import Ranks, raw
 
 
 def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """(inputs, target) of each batch; one that is a dict has its labels inside, if any."""
+    """Yield (inputs, target) of each batch; a dict holds its labels itself, if any."""
     try:
         every = iter(batches)
     except TypeError:
         came = type(batches).__name__
         raise InputError("a loader that can be iterated over", came, "give a list of batches or a DataLoader") from None
     for batch in every:
-        if isinstance(batch, Mapping):  # of keywords, labels among them
+        if isinstance(batch, Mapping):  # keywords of the forward, with the labels
             yield batch, None
             continue
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -42,7 +42,7 @@ def pairs(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def taken_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Around a call of the model's: arguments that its forward does not take get one message."""
+    """Call the model inside: arguments that its forward does not take raise one clear error."""
     try:
         yield
     except TypeError:
@@ -61,39 +61,39 @@ def taken_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @dataclass
 class Scaled:
-    """What gradients are multiplied by in the end."""
+    """Factor that the inputs' gradients are multiplied by at the end of a step."""
 
     by: float = 1.0
 
 
 @contextmanager
 def input_gradients(inputs: Any, alone: bool) -> Iterator[Scaled]:
-    """Around a step: inputs that require grad get the gradient of the mean, on top of what they had.
+    """Run a step inside: inputs that require grad get the gradient of the mean added to theirs.
 
-    Backwards start from something else, which only the end of a step can put right.
+    Backwards start from a scaled value, so the factor is known only at the end of the step.
     """
-    wanting = [tensor for tensor in tree.tensors(inputs) if tensor.requires_grad]
-    _require_leaves(wanting, alone)
-    before = [tensor.grad for tensor in wanting]
-    for tensor in wanting:
+    requiring = [tensor for tensor in tree.tensors(inputs) if tensor.requires_grad]
+    _require_leaves(requiring, alone)
+    before = [tensor.grad for tensor in requiring]
+    for tensor in requiring:
         tensor.grad = None
     scaled = Scaled()
     try:
         yield scaled
-        for tensor, old in zip(wanting, before, strict=True):
+        for tensor, old in zip(requiring, before, strict=True):
             if tensor.grad is not None:
                 fresh = tensor.grad.mul_(scaled.by)
                 tensor.grad = fresh if old is None else old.add_(fresh)
             else:
                 tensor.grad = old
     except BaseException:
-        for tensor, old in zip(wanting, before, strict=True):
+        for tensor, old in zip(requiring, before, strict=True):
             tensor.grad = old
         raise
 
 
-def _require_leaves(wanting: list[torch.Tensor], alone: bool) -> None:
-    for tensor in wanting:
+def _require_leaves(requiring: list[torch.Tensor], alone: bool) -> None:
+    for tensor in requiring:
         if not tensor.is_leaf:
             raise InputError(
                 "inputs without a history of their own",
@@ -112,26 +112,26 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Feed:
-    """Hands out batches. `source` is the rank that has them, None where all do."""
+    """Gives every rank its batches. `source` is the rank that has the data, None where all have it."""
 
-    def __init__(self, crew: Crew, data: str, device: torch.device) -> None:
-        self.crew, self.device = crew, device
-        self.source = None if data == "every" or crew.alone else 0
+    def __init__(self, ranks: Ranks, data: str, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+        self.source = None if data == "every" or ranks.alone else 0
 
     def one(self, inputs: Any, target: Any) -> tuple[Any, Any]:
-        """One batch, on every rank. What is like a dict (a tokenizer's result, say) becomes one."""
+        """Return one batch on every rank. A mapping, such as a tokenizer's result, becomes a dict."""
         inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
         if self.source is None:
             return inputs, target
-        mine = self.crew.world.rank == self.source
-        if mine and inputs is None:
+        is_source = self.ranks.world.rank == self.source
+        if is_source and inputs is None:
             raise InputError("a batch on rank 0", "None", "give the data on rank 0, as data='rank0' says")
-        packed = self.crew.world.broadcast(_packed((inputs, target)) if mine else None, self.source)
-        return (inputs, target) if mine else _unpacked(packed, self.device)
+        packed = self.ranks.world.broadcast(_packed((inputs, target)) if is_source else None, self.source)
+        return (inputs, target) if is_source else _unpacked(packed, self.device)
 
     def each(self, loader: Iterable[Any] | None) -> Iterator[tuple[Any, Any]]:
-        """All batches of a loader, which only the source needs to have."""
-        if self.source is None or self.crew.world.rank == self.source:
+        """Yield all batches of a loader, which only the source needs."""
+        if self.source is None or self.ranks.world.rank == self.source:
             if loader is None:
                 raise InputError("a loader", "None", "give the data on this rank, or data='rank0' to the Pipeline")
             for inputs, target in pairs(loader):
@@ -145,24 +145,24 @@ class Feed:
     def _more(self, more: bool | None) -> bool:
         if self.source is None:
             return bool(more)
-        return self.crew.world.broadcast(None if more is None else bytes([more]), self.source) == b"\1"
+        return self.ranks.world.broadcast(None if more is None else bytes([more]), self.source) == b"\1"
 
     def stamp(self, inputs: Any, target: Any) -> int:
-        """A check number of a batch: ranks that work on different ones must find out. Dicts may be in another order."""
-        if self.crew.alone or self.source is not None:
+        """Return a checksum of a batch, by which ranks notice that theirs differ; the order of dicts is ignored."""
+        if self.ranks.alone or self.source is not None:
             return 0
-        found = 0
+        checksum = 0
         batch = (inputs, target)
         for place, leaf in sorted(zip(leaf_places(batch), tree.leaves(batch), strict=True), key=itemgetter(0)):
-            found = zlib.crc32(place.encode(), found)
+            checksum = zlib.crc32(place.encode(), checksum)
             if isinstance(leaf, torch.Tensor):
-                found = zlib.crc32(repr((tuple(leaf.shape), str(leaf.dtype))).encode(), found)
-                # A device's tensor is not fetched for this, only its sum.
+                checksum = zlib.crc32(repr((tuple(leaf.shape), str(leaf.dtype))).encode(), checksum)
+                # Of a tensor on a device only the sum is fetched.
                 content = raw(leaf) if leaf.device.type == "cpu" else repr(leaf.double().sum().item()).encode()
-                found = zlib.crc32(content, found)
+                checksum = zlib.crc32(content, checksum)
             elif isinstance(leaf, _PLAIN):
-                found = zlib.crc32(repr(leaf).encode(), found)
-        return found
+                checksum = zlib.crc32(repr(leaf).encode(), checksum)
+        return checksum
 
 
 def _packed(batch: Any) -> bytes:
@@ -177,7 +177,7 @@ def _unpacked(data: bytes, device: torch.device) -> Any:
 
 
 def _word(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A value as JSON: containers by a letter, tensors by their number."""
+    """Encode a value as JSON: containers by a letter, tensors by their number."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return ["T", len(tensors) - 1]

@@ -29,16 +29,16 @@ from penstock.model.split import Split
 from penstock.model.stage import Recompute, Settings, Stage
 from penstock.training.agreed_split import agreed_split
 from penstock.training.batches import Feed, taken_by
-from penstock.training.build_engine import Chosen, Engine, Ground, build_engine, choose, describe, require_sound
+from penstock.training.build_engine import Chosen, Engine, EngineContext, build_engine, choose, describe, require_sound
 from penstock.training.build_replicas import divided_rows, open_sums, require_steady_buffers
-from penstock.training.first_step import compare_with_whole
 from penstock.training.flush_updates import FlushUpdates
 from penstock.training.model_state import guard, release
 from penstock.training.option_checks import autocast_of, home_of, read_recompute
 from penstock.training.options import PipelineOptions
 from penstock.training.plan_options import Planned
-from penstock.training.processes import Crew, muster, require_agreement, require_same_model, same_weights
+from penstock.training.processes import Ranks, join_ranks, require_agreement, require_same_model, same_weights
 from penstock.training.schedule_choice import ScheduleChoice
+from penstock.training.split_check import compare_with_whole
 from penstock.training.stage_optimizers import Optimizers
 
 
@@ -47,7 +47,7 @@ class Assembled:
     """The parts of one process's share in a pipeline."""
 
     split: Split
-    ground: Ground
+    context: EngineContext
     engine: Engine
     norms: DeferredNorms
     buffers: Buffers
@@ -55,11 +55,11 @@ class Assembled:
 
 
 def assemble(options: PipelineOptions, choice: ScheduleChoice) -> Assembled:
-    """Build everything; what is refused is refused before anything of the model's has moved."""
+    """Build everything; whatever is refused is refused before any weight has moved."""
     model, cuts, stages = _as_model(options)
     chosen = choose(choice if stages is None else replace(choice, stages=stages), options, cuts)
     shape = chosen.built.shape
-    crew = muster(shape, options.timeout)
+    ranks = join_ranks(shape, options.timeout)
     bare = is_weightless(model)
     device = torch.get_default_device() if bare else home_of(model)
     args, kwargs = as_call(options.example)
@@ -72,30 +72,30 @@ def assemble(options: PipelineOptions, choice: ScheduleChoice) -> Assembled:
         autocast_of(options.precision, device),
     )
     settings = tuple(_settings(choice.plan, common, stage) for stage in range(shape.stages))
-    feed = Feed(crew, options.data, device)
-    if not crew.alone:
-        _agree(crew, model, chosen, options)
+    feed = Feed(ranks, options.data, device)
+    if not ranks.alone:
+        _agree(ranks, model, chosen, options)
     if bare:
         fill_buffers(model, device, options.weight_source)
-    if bare and crew.alone:  # all of it is run here
+    if bare and ranks.alone:  # all of it is run here
         materialise(model, [name for name, _ in model.named_parameters()], device, options.weight_source)
         bare = False
     if choice.plan is not None:
         cuts = choice.plan.cuts(layers_of(model, args, kwargs).names)
     with taken_by(model, args, kwargs):
         split = Split(model, shape.stages, args, kwargs, None if cuts is None else list(cuts))
-    if not crew.alone:
-        split = agreed_split(crew, split, args, kwargs, fixed=cuts is not None)
+    if not ranks.alone:
+        split = agreed_split(ranks, split, args, kwargs, fixed=cuts is not None)
     require_sound(chosen, split.edges)
     _require_once(split, settings)
     if options.verify and not bare:
         compare_with_whole(split, args, kwargs, device)
-    rows = divided_rows(crew, split, args, kwargs, device, bare) if crew.replicated else None
-    if not crew.alone:
+    rows = divided_rows(ranks, split, args, kwargs, device, bare) if ranks.replicated else None
+    if not ranks.alone:
         _rehearse(split, args, kwargs)
     if bare:
-        materialise(model, _needed(split, crew.here), device, options.weight_source)
-    return _joined(options, crew, split, chosen, settings, feed, rows)
+        materialise(model, _needed(split, ranks.here), device, options.weight_source)
+    return _joined(options, ranks, split, chosen, settings, feed, rows)
 
 
 def _settings(plan: Planned | None, common: Settings, stage: int) -> Settings:
@@ -112,56 +112,56 @@ def _settings(plan: Planned | None, common: Settings, stage: int) -> Settings:
 
 def _joined(
     options: PipelineOptions,
-    crew: Crew,
+    ranks: Ranks,
     split: Split,
     chosen: Chosen,
     settings: tuple[Settings, ...],
     feed: Feed,
     rows: ReplicaRows | None,
 ) -> Assembled:
-    """The parts that depend on which stages are this process's."""
+    """Build the parts that depend on which stages this process runs."""
     model = split.model
     used, tied = [split.used(stage) for stage in range(split.pieces)], split.ties()
-    if not crew.alone:
-        _require_parted_buffers(crew, split)
-    if crew.replicated:
-        require_steady_buffers(crew, split)
+    if not ranks.alone:
+        _require_parted_buffers(ranks, split)
+    if ranks.replicated:
+        require_steady_buffers(ranks, split)
     named = dict(model.named_parameters())
     norms, buffers = DeferredNorms(model), Buffers(model)
-    shared = {stage: [named[name] for name, users in tied.items() if stage in users] for stage in crew.here}
-    shared |= {stage: used[stage] for stage in crew.here if crew.replicas[stage] > 1}
+    shared = {stage: [named[name] for name, users in tied.items() if stage in users] for stage in ranks.here}
+    shared |= {stage: used[stage] for stage in ranks.here if ranks.replicas[stage] > 1}
     stages = [
         Stage(split, at, settings[at], norms, buffers, used[at], shared[at], replica)
-        for at in crew.here
-        for replica in (range(crew.replicas[at]) if crew.alone else (crew.replica,))
+        for at in ranks.here
+        for replica in (range(ranks.replicas[at]) if ranks.alone else (ranks.replica,))
     ]
     device = settings[0].device
-    lanes = _open(options, crew, split.edges, tied, device)
+    lanes = _open(options, ranks, split.edges, tied, device)
     groups = tie_groups((named[name], users) for name, users in tied.items())
-    ties = TiedWeights(groups, set(crew.here), lanes, crew.replicas, crew.replica)
-    owned = {at: split.parameters(at) for at in crew.here}
+    ties = TiedWeights(groups, set(ranks.here), lanes, ranks.replicas, ranks.replica)
+    owned = {at: split.parameters(at) for at in ranks.here}
     optimizers = Optimizers(
         owned, options.optimizer, options.lr_scheduler, options.clip, options.accumulate, options.precision == "fp16"
     )
     observers = Observers()
     first = {stage.index: stage for stage in reversed(stages)}
-    sums = None if rows is None else open_sums(crew, stages, device)
-    flush = FlushUpdates(optimizers, first, ties, crew.world, observers, sums)
+    sums = None if rows is None else open_sums(ranks, stages, device)
+    flush = FlushUpdates(optimizers, first, ties, ranks.world, observers, sums)
     # Last, when nothing is left to refuse: from here on weights may move.
     swap = Swap([used[at] if Offload.WEIGHTS in settings[at].offload else [] for at in range(split.pieces)], device)
     optimizers.fetch = swap.turn
     split.tracing = swap.whole
-    if not crew.alone:
+    if not ranks.alone:
         release(model, [parameter for stage in stages for parameter in stage.parameters])
         guard(split)
         split.whole = False
         flush.spread_weights()
     names = {parameter: name for name, parameter in named.items()}
-    ground = Ground(
-        crew, stages, settings, optimizers, flush, lanes, ties, swap.turn, names, options.timeline, observers, rows,
+    context = EngineContext(
+        ranks, stages, settings, optimizers, flush, lanes, ties, swap.turn, names, options.timeline, observers, rows,
         norms,
     )  # fmt: skip
-    return Assembled(split, ground, build_engine(chosen, ground, split.edges), norms, buffers, feed)
+    return Assembled(split, context, build_engine(chosen, context, split.edges), norms, buffers, feed)
 
 
 def _as_model(options: PipelineOptions) -> tuple[nn.Module, Sequence[str] | None, int | None]:
@@ -184,51 +184,53 @@ def _require_once(split: Split, settings: tuple[Settings, ...]) -> None:
             )
 
 
-def _agree(crew: Crew, model: nn.Module, chosen: Chosen, options: PipelineOptions) -> None:
-    require_same_model(crew, model)
+def _agree(ranks: Ranks, model: nn.Module, chosen: Chosen, options: PipelineOptions) -> None:
+    require_same_model(ranks, model)
     plan = chosen.choice.plan
     planned = {"plan": None if plan is None else plan.in_short()}
     schedule = {"schedule": describe(chosen), "micro-batches": chosen.choice.microbatches}
-    require_agreement(crew, schedule | planned | {"replicas": list(crew.replicas)} | options.agreed())
-    same_weights(crew, model)
+    require_agreement(ranks, schedule | planned | {"replicas": list(ranks.replicas)} | options.agreed())
+    same_weights(ranks, model)
 
 
 def _open(
     options: PipelineOptions,
-    crew: Crew,
+    ranks: Ranks,
     edges: Sequence[tuple[int, int]],
     tied: dict[str, tuple[int, ...]],
     device: torch.device,
 ) -> Lanes | None:
-    if isinstance(crew.world, Alone):
+    if isinstance(ranks.world, Alone):
         return None
     pairs = [(users[0], user) for users in tied.values() for user in users[1:]]
-    names = lane_names(crew.placement, edges, pairs, crew.replicas)
-    return open_lanes(crew.world, names, crew.placement, device, options.transport)
+    names = lane_names(ranks.placement, edges, pairs, ranks.replicas)
+    return open_lanes(ranks.world, names, ranks.placement, device, options.transport)
 
 
 def _needed(split: Split, here: tuple[int, ...]) -> list[str]:
     return sorted({name for stage in here for name in split.uses(stage)})
 
 
-def _require_parted_buffers(crew: Crew, split: Split) -> None:
-    """A buffer that changes on two ranks would become two buffers."""
-    places: dict[str, set[int]] = {}
+def _require_parted_buffers(ranks: Ranks, split: Split) -> None:
+    """Raise for a buffer that changes on two ranks: it would become two buffers."""
+    users: dict[str, set[int]] = {}
     for at, event in enumerate(split.first.trace.events):
         for name in event.buffers:
-            places.setdefault(name, set()).add(crew.placement[split.first.stage_of(at)])
-    for name, ranks in places.items():
-        if len(ranks) > 1:
+            users.setdefault(name, set()).add(ranks.placement[split.first.stage_of(at)])
+    for name, places in users.items():
+        if len(places) > 1:
             raise SplitError(
                 "a buffer that the forward changes to be used by one rank",
-                f"{name!r} on ranks {sorted(ranks)}",
+                f"{name!r} on ranks {sorted(places)}",
                 "cut where one stage has all its uses",
             )
 
 
 def _rehearse(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Trace the example in every mode while all weights are here; later there is only one stage's. One row of it, too:
-    code that broadcasts may treat that in a way of its own."""
+    """Trace the example, and its first row, in every mode while this process has all weights.
+
+    A single row is traced too, as code that broadcasts may treat it differently.
+    """
     modes = [(module, module.training) for module in split.model.modules()]
     given = [(args, kwargs), piece((args, kwargs), 0, 1)]
     try:

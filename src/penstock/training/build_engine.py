@@ -1,4 +1,4 @@
-"""An executor for a schedule, over stages that are there: at the start, and whenever the schedule is changed."""
+"""Build the engine for a schedule, over stages that exist: at the start, and whenever the schedule is changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.engine.observer import Observer, Observers
 from penstock.engine.replica_rows import ReplicaRows
 from penstock.engine.stage_executor import StageExecutor
 from penstock.engine.transfers import LocalTransfers, StageTransfers
-from penstock.engine.weights.select import CurrentWeights, Remedy, VersionedWeights
+from penstock.engine.weights.select import CurrentWeights, Mitigation, VersionedWeights
 from penstock.engine.weights.ties import TiedWeights
 from penstock.errors import InputError
 from penstock.model.batchnorm import DeferredNorms
@@ -37,20 +37,20 @@ from penstock.training.build_replicas import local_lanes
 from penstock.training.flush_updates import FlushUpdates
 from penstock.training.loop_status import LoopStatus
 from penstock.training.options import PipelineOptions
-from penstock.training.processes import Crew
+from penstock.training.processes import Ranks
 from penstock.training.replicas import MiniBatchEnd
 from penstock.training.schedule_choice import ScheduleChoice, read_schedule, with_edges
 from penstock.training.stage_optimizers import Optimizers
-from penstock.training.staleness import Remedies, momentum_steps, read_remedies, require_known
+from penstock.training.staleness import MitigationOptions, momentum_steps, read_mitigation, require_known
 
 SETTLED = ("stages", "chunks", "edges")  # of a pipeline, whatever its schedule
 
 
 @dataclass
-class Ground:
-    """What executors are built on, whatever the schedule: this process's stages and its ways to the others."""
+class EngineContext:
+    """This process's stages and its lanes to the others, from which an engine is built for any schedule."""
 
-    crew: Crew
+    ranks: Ranks
     stages: list[Stage]
     settings: tuple[Settings, ...]  # of every stage, those of other processes too
     optimizers: Optimizers
@@ -66,28 +66,30 @@ class Ground:
 
     def slots(self, shape: Shape) -> tuple[int, ...]:
         """Return which slots of a shape this process runs."""
-        return tuple(range(shape.slots)) if self.lanes is None else (self.crew.world.rank,)
+        return tuple(range(shape.slots)) if self.lanes is None else (self.ranks.world.rank,)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A schedule that was read, and what goes with it."""
+    """A schedule, as it was chosen and as it was built, and its staleness mitigation."""
 
     choice: ScheduleChoice
     built: Schedule | Loop
-    remedies: Remedies
+    mitigation: MitigationOptions
 
 
 @dataclass
 class Engine:
-    """An executor for a schedule, and what belongs to it alone. `rows` are those of a synchronous mini-batch before its
-    updates, and the updates, by slot."""
+    """An executor for a schedule, and the parts that serve this schedule alone.
+
+    `rows`, by slot: those of a synchronous mini-batch before its updates, and its updates.
+    """
 
     schedule: Schedule | Loop
     executor: Executor
     observers: tuple[Observer, ...]
     clock: Clock | None
-    remedies: Remedies
+    mitigation: MitigationOptions
     rows: tuple[list[list[ActionRow]], list[list[ActionRow]]] | None = None
     end: MiniBatchEnd | None = None  # with replicas
     meter: ActivationMeter | None = None
@@ -106,7 +108,7 @@ def choose(choice: ScheduleChoice, options: PipelineOptions, cuts: Sequence[str]
         choice.plan.require_fit(built.shape)
     if isinstance(built, Loop):
         _require_for_streaming(options)
-    return Chosen(choice, built, read_remedies(choice.options, built.shape))
+    return Chosen(choice, built, read_mitigation(choice.options, built.shape))
 
 
 def require_sound(chosen: Chosen, edges: tuple[tuple[int, int], ...]) -> None:
@@ -120,53 +122,55 @@ def require_sound(chosen: Chosen, edges: tuple[tuple[int, int], ...]) -> None:
 
 
 def describe(chosen: Chosen) -> str:
-    """In a few words, for ranks to compare."""
+    """Return a short description, for ranks to compare."""
     built = chosen.built
     actions = len(built) if isinstance(built, Schedule) else sum(map(len, (*built.fill, *built.body)))
-    remedies = f" with {chosen.remedies}" if chosen.remedies != Remedies() else ""
+    mitigation = f" with {chosen.mitigation}" if chosen.mitigation != MitigationOptions() else ""
     replicas = f" with {':'.join(map(str, built.shape.replicas))} replicas" if max(built.shape.replicas) > 1 else ""
-    return f"{built.shape.name} of {actions} actions{replicas}{remedies}"
+    return f"{built.shape.name} of {actions} actions{replicas}{mitigation}"
 
 
-def build_engine(chosen: Chosen, ground: Ground, edges: tuple[tuple[int, int], ...]) -> Engine:
+def build_engine(chosen: Chosen, context: EngineContext, edges: tuple[tuple[int, int], ...]) -> Engine:
     """Prove the schedule and make its executor."""
     built = with_edges(chosen.choice, chosen.built, edges)
     newest = built.shape.law is Law.NEWEST
     if isinstance(built, Schedule):
-        engine = _synchronous(built, ground)
+        engine = _synchronous(built, context)
     else:
-        engine = _asynchronous(LoweredLoop(built), chosen.remedies, ground)
-    for stage in ground.stages:
-        named = [(ground.names[p], p) for p in stage.parameters]
+        engine = _asynchronous(LoweredLoop(built), chosen.mitigation, context)
+    for stage in context.stages:
+        named = [(context.names[p], p) for p in stage.parameters]
         host = Offload.ACTIVATIONS in stage.settings.offload
         stage.reweigh = Reweigh(named, host, stage.split.model.buffers()) if newest else None
     return engine
 
 
-def _synchronous(built: Schedule, ground: Ground) -> Engine:
+def _synchronous(built: Schedule, context: EngineContext) -> Engine:
     schedule = prove(built).schedule
-    slots = ground.slots(schedule.shape)
+    slots = context.slots(schedule.shape)
     every = [slot_rows(schedule, slot) for slot in slots]
     split = {(row.stage, row.microbatch) for rows in every for row in rows if row.op is Op.I}
     is_split: Callable[[int, int], bool] = lambda stage, microbatch: (stage, microbatch) in split  # noqa: E731
-    stages = StageExecutor([stage for stage in ground.stages if not stage.replica or ground.lanes], is_split)
+    stages = StageExecutor([stage for stage in context.stages if not stage.replica or context.lanes], is_split)
     ends = {row.stage: row.microbatch for rows in every for row in rows if _goes_before(row)}
-    weights, end = CurrentWeights(ground.fetch), None
-    if ground.rows is None:
-        executor = _executor(ground, slots, stages, weights, ground.flush, ends)
+    weights, end = CurrentWeights(context.fetch), None
+    if context.rows is None:
+        executor = _executor(context, slots, stages, weights, context.flush, ends)
     else:
-        executor, end = _replicated(ground, ground.rows, schedule.shape, stages, is_split, weights)
-    clock = Clock(slots) if ground.timeline else None
-    meter = None if clock is None or ground.lanes is None else ActivationMeter(stages, ground.stages[0].settings.device)
+        executor, end = _replicated(context, context.rows, schedule.shape, stages, is_split, weights)
+    clock = Clock(slots) if context.timeline else None
+    meter = (
+        None if clock is None or context.lanes is None else ActivationMeter(stages, context.stages[0].settings.device)
+    )
     flush = [next(at for at, row in enumerate(rows) if row.op is Op.UPDATE) for rows in every]
     before = [rows[:at] for rows, at in zip(every, flush, strict=True)]
     updates = [rows[at:] for rows, at in zip(every, flush, strict=True)]
-    observers = _own_observers(ground, clock)
-    return Engine(schedule, executor, observers, clock, Remedies(), (before, updates), end, meter)
+    observers = _own_observers(context, clock)
+    return Engine(schedule, executor, observers, clock, MitigationOptions(), (before, updates), end, meter)
 
 
 def _replicated(
-    ground: Ground,
+    context: EngineContext,
     rows: ReplicaRows,
     shape: Shape,
     stages: StageExecutor,
@@ -174,18 +178,18 @@ def _replicated(
     weights: WeightSelection,
 ) -> tuple[Executor, MiniBatchEnd]:
     """Return an executor of stages with replicas, each with rows of its own, and what ends its mini-batches."""
-    slots, world = ground.slots(shape), ground.crew.world
-    own = {(stage.index, stage.replica): stage for stage in ground.stages}
+    slots, world = context.slots(shape), context.ranks.world
+    own = {(stage.index, stage.replica): stage for stage in context.stages}
     by_slot = [stages]
-    if ground.lanes is None:
+    if context.lanes is None:
         places = [(shape.stages_of(int(shape.slot_rank[slot])), int(shape.slot_replica[slot])) for slot in slots]
         by_slot = [StageExecutor([own[at, replica] for at in here], is_split) for here, replica in places]
     by_replica = {(at, stage.replica): part for part in by_slot for at, stage in part.stages.items()}
-    lanes = ground.lanes or local_lanes(shape)
-    transfers = StageTransfers(stages, lanes, ground.stages[0].settings.device, rows=rows, by_replica=by_replica)
+    lanes = context.lanes or local_lanes(shape)
+    transfers = StageTransfers(stages, lanes, context.stages[0].settings.device, rows=rows, by_replica=by_replica)
     guard = partial(failures_told, world.watch) if isinstance(world, World) else nullcontext
-    executor = Executor(slots, stages, transfers, weights, ground.flush, ground.observers, guard, by_slot)
-    return executor, MiniBatchEnd(world, by_replica, ground.norms, shape.stages - 1)
+    executor = Executor(slots, stages, transfers, weights, context.flush, context.observers, guard, by_slot)
+    return executor, MiniBatchEnd(world, by_replica, context.norms, shape.stages - 1)
 
 
 def _goes_before(row: ActionRow) -> bool:
@@ -193,24 +197,26 @@ def _goes_before(row: ActionRow) -> bool:
     return row.op is Op.SEND_B and row.peer == row.stage - 1
 
 
-def _asynchronous(endless: LoweredLoop, remedies: Remedies, ground: Ground) -> Engine:
+def _asynchronous(endless: LoweredLoop, mitigation: MitigationOptions, context: EngineContext) -> Engine:
     endless.proven(endless.least)
-    shared = {parameter for group in ground.ties.groups for parameter in group.parameters}
-    own = {stage.index: [p for p in ground.optimizers.owned[stage.index] if p not in shared] for stage in ground.stages}
+    shared = {parameter for group in context.ties.groups for parameter in group.parameters}
+    own = {
+        stage.index: [p for p in context.optimizers.owned[stage.index] if p not in shared] for stage in context.stages
+    }
     foreseen = None
-    if remedies.predict == "spectrain":
-        _require_own_weights(ground)
-        foreseen = momentum_steps(ground.optimizers.optimizers)
-    remedy = Remedy(remedies.t2, remedies.predict is not None, foreseen)
-    weights = VersionedWeights(endless, own, ground.ties, remedy, ground.observers)
-    rate = None if remedies.t1 is None else lambda stage, step: remedies.rate(endless, stage, step)
-    updates = StageUpdates(ground.optimizers, weights, ground.ties, endless.shape.stages - 1, rate)
-    slots = ground.slots(endless.shape)
-    executor = _executor(ground, slots, StageExecutor(ground.stages, _split_in(endless)), weights, updates)
-    clock, world = Clock(slots, keep=1) if ground.timeline else None, ground.crew.world
-    status = LoopStatus(world.watch.status_page if isinstance(world, World) else None, ground.lanes)
-    observers = _own_observers(ground, clock)
-    return Engine(endless.loop, executor, observers, clock, remedies, updates=updates, weights=weights, status=status)
+    if mitigation.predict == "spectrain":
+        _require_own_weights(context)
+        foreseen = momentum_steps(context.optimizers.optimizers)
+    weights_of = Mitigation(mitigation.t2, mitigation.predict is not None, foreseen)
+    weights = VersionedWeights(endless, own, context.ties, weights_of, context.observers)
+    rate = None if mitigation.t1 is None else lambda stage, step: mitigation.rate(endless, stage, step)
+    updates = StageUpdates(context.optimizers, weights, context.ties, endless.shape.stages - 1, rate)
+    slots = context.slots(endless.shape)
+    executor = _executor(context, slots, StageExecutor(context.stages, _split_in(endless)), weights, updates)
+    clock, world = Clock(slots, keep=1) if context.timeline else None, context.ranks.world
+    status = LoopStatus(world.watch.status_page if isinstance(world, World) else None, context.lanes)
+    observers = _own_observers(context, clock)
+    return Engine(endless.loop, executor, observers, clock, mitigation, updates=updates, weights=weights, status=status)
 
 
 def _split_in(endless: LoweredLoop) -> Callable[[int, int], bool]:
@@ -224,7 +230,7 @@ def _split_in(endless: LoweredLoop) -> Callable[[int, int], bool]:
 
 
 def _executor(
-    ground: Ground,
+    context: EngineContext,
     slots: tuple[int, ...],
     stages: StageExecutor,
     weights: WeightSelection,
@@ -232,33 +238,33 @@ def _executor(
     ends: dict[int, int] | None = None,
 ) -> Executor:
     """Return an executor whose transfers are those of this process; without `ends`, losses and norms go along."""
-    world = ground.crew.world
-    if ground.lanes is None or not isinstance(world, World):
-        return Executor(slots, stages, LocalTransfers(), weights, updates, ground.observers)
-    device = ground.stages[0].settings.device
-    transfers = StageTransfers(stages, ground.lanes, device, news=ends is None, last_backward=ends or {})
-    return Executor(slots, stages, transfers, weights, updates, ground.observers, partial(failures_told, world.watch))
+    world = context.ranks.world
+    if context.lanes is None or not isinstance(world, World):
+        return Executor(slots, stages, LocalTransfers(), weights, updates, context.observers)
+    device = context.stages[0].settings.device
+    transfers = StageTransfers(stages, context.lanes, device, news=ends is None, last_backward=ends or {})
+    return Executor(slots, stages, transfers, weights, updates, context.observers, partial(failures_told, world.watch))
 
 
-def _own_observers(ground: Ground, clock: Clock | None) -> tuple[Observer, ...]:
+def _own_observers(context: EngineContext, clock: Clock | None) -> tuple[Observer, ...]:
     """Return the status page's observer and the clock; the clock comes last, so that it reads what others take too."""
-    world = ground.crew.world
+    world = context.ranks.world
     status = (StatusObserver(world.watch),) if isinstance(world, World) else ()
     return (*status, *(() if clock is None else (clock,)))
 
 
-def _require_own_weights(ground: Ground) -> None:
-    """A copy of a weight is forecast by its owner's momentum, which another process does not have."""
-    if ground.ties.groups and not ground.crew.alone:
+def _require_own_weights(context: EngineContext) -> None:
+    """Raise for a shared weight: a copy is forecast by its owner's momentum, which another process does not have."""
+    if context.ties.groups and not context.ranks.alone:
         raise InputError(
             "predict='spectrain' for weights that one stage uses alone",
-            f"{ground.names[ground.ties.groups[0].parameters[0]]}, which stages of different processes share",
+            f"{context.names[context.ties.groups[0].parameters[0]]}, which stages of different processes share",
             "use predict='xpipe'",
         )
 
 
 def _require_methods_own(options: dict[str, Any]) -> None:
-    """The model's stages are a Pipeline's for good: no option of a schedule says how many there are, or where."""
+    """Raise for options that would change the number of stages or their places, which a Pipeline keeps."""
     settled = [name for name in SETTLED if name in options]
     if settled:
         raise InputError(

@@ -18,16 +18,16 @@ from penstock.model.batchnorm import is_deferred
 from penstock.model.row_dimensions import RowDimensions, row_dimensions
 from penstock.model.split import Split
 from penstock.model.stage import Stage
-from penstock.training.processes import Crew
+from penstock.training.processes import Ranks
 from penstock.training.replicas import ReplicaSums
 
 
 def divided_rows(
-    crew: Crew, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, weightless: bool
+    ranks: Ranks, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, weightless: bool
 ) -> ReplicaRows:
     """Return how replicas divide the rows of micro-batches. Where counts differ between stages that exchange values,
     rows must be found in all of these."""
-    counts = crew.replicas
+    counts = ranks.replicas
     if all(counts[a] == counts[b] for a, b in split.edges):
         return ReplicaRows(counts, RowDimensions())
     if weightless:
@@ -39,18 +39,18 @@ def divided_rows(
     return ReplicaRows(counts, row_dimensions(split, args, kwargs, device))
 
 
-def open_sums(crew: Crew, stages: Sequence[Stage], device: torch.device) -> ReplicaSums:
+def open_sums(ranks: Ranks, stages: Sequence[Stage], device: torch.device) -> ReplicaSums:
     """Return what adds gradients over replicas. The stages of one rank have one way to their other replicas."""
     by_place = {(stage.index, stage.replica): stage for stage in stages}
-    world = crew.world
+    world = ranks.world
     if not isinstance(world, World):
-        return ReplicaSums(by_place, crew.replicas)
-    first = crew.placement[crew.here[0]]
-    ranks = tuple(range(first, first + crew.replicas[crew.here[0]]))
-    if len(ranks) == 1:
-        return ReplicaSums(by_place, crew.replicas)
-    reducer = open_reducer(world, ranks, device)
-    return ReplicaSums(by_place, crew.replicas, dict.fromkeys(crew.here, reducer))
+        return ReplicaSums(by_place, ranks.replicas)
+    first = ranks.placement[ranks.here[0]]
+    group = tuple(range(first, first + ranks.replicas[ranks.here[0]]))
+    if len(group) == 1:
+        return ReplicaSums(by_place, ranks.replicas)
+    reducer = open_reducer(world, group, device)
+    return ReplicaSums(by_place, ranks.replicas, dict.fromkeys(ranks.here, reducer))
 
 
 class LocalLanes(Lanes):
@@ -77,7 +77,7 @@ def require_rows(shape: Shape, rows: int) -> None:
         )
 
 
-def require_steady_buffers(crew: Crew, split: Split) -> None:
+def require_steady_buffers(ranks: Ranks, split: Split) -> None:
     """Refuse a buffer that the forward changes on a stage with replicas: each would have one of its own. The statistics
     of batch norms are joined."""
     norms = [name for name, module in split.model.named_modules() if is_deferred(module)]
@@ -89,7 +89,7 @@ def require_steady_buffers(crew: Crew, split: Split) -> None:
     for at, event in enumerate(split.first.trace.events):
         stage = split.first.stage_of(at)
         changed = sorted(set(event.buffers) - joined)
-        if changed and crew.replicas[stage] > 1:
+        if changed and ranks.replicas[stage] > 1:
             raise SplitError(
                 "buffers that the forward leaves as they are in a stage with replicas, or a batch norm's statistics",
                 f"{changed[0]!r}, which the forward changes",

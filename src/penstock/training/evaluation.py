@@ -1,4 +1,4 @@
-"""Forwards without a backward: for an evaluation, and for the model's result."""
+"""Forwards without a backward, for an evaluation and for the model's result."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from penstock.training.pipeline_parts import PipelineParts
 
 
 class Forwards:
-    """Those of one pipeline."""
+    """Runs a pipeline's forwards alone."""
 
     def __init__(self, pipe: PipelineParts) -> None:
         self.pipe = pipe
-        self.apart = False  # results of micro-batches cannot be put together
+        self.apart = False  # whether results of micro-batches cannot be joined
 
     def result(self, inputs: Any) -> Any:
-        """The model's result for a batch, on every rank."""
+        """Return the model's result for a batch on every rank."""
         rows = rows_of(as_call(inputs))
         cut = [(0, rows)] if self.apart else uneven_spans(rows, self.pipe.microbatches)
-        found, apart = self._together(inputs, cut)
-        if apart:  # such a model's batches run as one from now on
+        result, apart = self._together(inputs, cut)
+        if apart:  # such a model's batches are not cut from now on
             self.apart, cut = True, [(0, rows)]
-            found, _ = self._together(inputs, cut)
-        return self.pipe.crew.result(found, self._example(inputs, *cut[0]), self.pipe.device)
+            result, _ = self._together(inputs, cut)
+        return self.pipe.ranks.broadcast_result(result, self._example(inputs, *cut[0]), self.pipe.device)
 
     def _together(self, inputs: Any, cut: list[tuple[int, int]]) -> tuple[Any, bool]:
-        """One result of several micro-batches, on the last stage's rank; or whether they cannot be put together, and
-        nothing has changed."""
-        before, found, apart = self.pipe.buffers.save(), None, False
+        """Return the joined result of micro-batches, on the last stage's rank, and whether they cannot be joined.
+
+        In that case nothing has changed.
+        """
+        before, joined, apart = self.pipe.buffers.save(), None, False
         self.pipe.norms.forget()
         try:
             with torch.no_grad(), self.pipe.norms:
                 results = self.each(inputs, None, unchanged, cut)
             try:
-                found = join(results, [last - first for first, last in cut], sure=True) if results else None
+                joined = join(results, [last - first for first, last in cut], sure=True) if results else None
             except ApartError:
                 apart = True
-            apart = self.pipe.crew.tell(apart)
+            apart = self.pipe.ranks.broadcast(apart)
         except BaseException:
             self.pipe.buffers.restore(before)
             raise
@@ -50,7 +52,7 @@ class Forwards:
             self.pipe.buffers.restore(before)
         else:
             self.pipe.norms.move()
-        return found, apart
+        return joined, apart
 
     def each(
         self,
@@ -59,19 +61,19 @@ class Forwards:
         finish: Finish,
         cut: list[tuple[int, int]] | None = None,
     ) -> list[Any]:
-        """What becomes of each micro-batch, on the rank of the last stage; nothing on the others."""
+        """Return the finished result of each micro-batch on the last stage's rank, an empty list on the others."""
         rows = rows_of(as_call(inputs), target)
         cut = cut or spans(rows, min(self.pipe.microbatches, rows))
         with random_states_kept(self.pipe.device):
             results: list[Any] = self.pipe.again(lambda: self._through(self.pipe.jobs(inputs, target, cut, finish)))
-        return results if self.pipe.crew.world.rank == self.pipe.crew.last else []
+        return results if self.pipe.ranks.world.rank == self.pipe.ranks.last else []
 
     def _through(self, jobs: list[Job]) -> list[Any]:
         with self.pipe.health.of_run():
             return self.pipe.executor.forward(jobs)
 
     def _example(self, inputs: Any, first: int, last: int) -> Any:
-        """The structure of the model's result for such inputs, as their first micro-batch has it."""
+        """Return an object with the structure of the model's result, from the first micro-batch's trace."""
         args, kwargs = piece(as_call(inputs), first, last)
         with torch.no_grad():
             return self.pipe.split.path(

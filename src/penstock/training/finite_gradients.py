@@ -1,4 +1,4 @@
-"""Gradients of an update, by parameter: whether all of them are finite, and which are not."""
+"""Checks that the gradients and settings of an update are finite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADVICE = "nothing of this update was applied: lower the learning rate, or look a
 
 
 def values_of(gradients: Gradients, parameter: nn.Parameter) -> torch.Tensor:
-    """The numbers of a gradient: of a sparse one, those that are there, each row once."""
+    """Return the numbers of a gradient; of a sparse one those that are stored, each row once."""
     gradient = gradients[parameter]
     if not gradient.is_sparse:
         return gradient
@@ -26,8 +26,11 @@ def values_of(gradients: Gradients, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def all_finite(gradients: Gradients) -> bool:
-    """A sum is finite only if all its parts are, and is the quickest way to read them. One that is not may have come to
-    be too large: then each number is looked at."""
+    """Return whether all gradients are finite.
+
+    A sum is finite only if all its parts are, and is the fastest test. An infinite one may be an overflow of the sum
+    itself, so each number is then tested.
+    """
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for parameter in gradients:
         values = values_of(gradients, parameter)
@@ -38,7 +41,7 @@ def all_finite(gradients: Gradients) -> bool:
 
 
 def gradient_fault(gradients: Gradients, names: Mapping[nn.Parameter, str], stage: int) -> Fault:
-    """The first gradient of a stage that is not finite."""
+    """Return a description of a stage's first gradient that is not finite, or an empty one."""
     if all_finite(gradients):
         return {}
     bad = {}
@@ -53,7 +56,7 @@ def gradient_fault(gradients: Gradients, names: Mapping[nn.Parameter, str], stag
 
 
 def rate_fault(optimizer: torch.optim.Optimizer, stage: int) -> Fault:
-    """A learning rate that is not finite: a scheduler may have made it so."""
+    """Return a description of a learning rate that is not finite, as a scheduler may make one, or an empty one."""
     for group in optimizer.param_groups:
         rate = group.get("lr", 0.0)
         if isinstance(rate, (int, float)) and not isfinite(rate):
@@ -62,7 +65,7 @@ def rate_fault(optimizer: torch.optim.Optimizer, stage: int) -> Fault:
 
 
 def refusal(faults: Sequence[Fault], step: int, norm: float | None = None) -> InputError:
-    """The error that all ranks raise for the faults that they have told each other."""
+    """Return the error that all ranks raise for the faults they have exchanged."""
     fault = next((fault for fault in faults if fault), None)
     if fault is None:
         return InputError("finite gradients", f"a norm of {norm} of all of them at step {step}", ADVICE)
@@ -77,8 +80,7 @@ def refusal(faults: Sequence[Fault], step: int, norm: float | None = None) -> In
 
 
 def require_finite_settings(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that was made with nan anywhere, or with an infinite number where only a finite one makes
-    sense: torch's own optimizers let some of them through."""
+    """Raise for an optimizer with a NaN setting, or an infinite one that must be finite; torch accepts some of them."""
     for group in (optimizer.defaults, *optimizer.param_groups):
         for name, value in group.items():
             for number in value if isinstance(value, (tuple, list)) else (value,):

@@ -49,7 +49,7 @@ class FlushTrainer:
         pipe, loss = self.pipe, self.pipe.require_loss()
         inputs, target = pipe.feed.one(inputs, target)
         pipe.checks.every_batch(loss, inputs, target)
-        with torch.enable_grad(), input_gradients(inputs, pipe.crew.alone) as scaled:
+        with torch.enable_grad(), input_gradients(inputs, pipe.ranks.alone) as scaled:
             total = pipe.again(lambda: self._run(*self._jobs(inputs, target, scored(loss))))
             scaled.by = pipe.optimizers.unit / (total.weight * pipe.optimizers.scale)
         pipe.checks.first_batch(loss, inputs, target)
@@ -68,7 +68,7 @@ class FlushTrainer:
         """Return the jobs of a mini-batch; where stages have replicas, those of each slot of this process; and the
         mini-batch's rows."""
         pipe, shape = self.pipe, self.pipe.schedule.shape
-        if not pipe.crew.replicated:
+        if not pipe.ranks.replicated:
             jobs = pipe.jobs(inputs, target, pipe.microbatches, finish)
             return jobs, [], sum(job.rows for job in jobs)
         rows = rows_of(as_call(inputs), target)

@@ -1,4 +1,4 @@
-"""Whether a pipeline can go on: not after something has failed in it that left its stages, or its ranks, apart."""
+"""Whether a pipeline can go on: not after a failure that left its stages or ranks in different states."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from contextlib import contextmanager
 from penstock.comm.watch.report import one_line
 from penstock.comm.world.world import World
 from penstock.errors import InputError
-from penstock.training.processes import Crew
+from penstock.training.processes import Ranks
 from penstock.training.stage_optimizers import Optimizers
 
 
 class Health:
-    """Of one pipeline. `why` it cannot go on; "" while it can."""
+    """State of one pipeline: `why` it cannot go on, "" while it can."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew, self.why = crew, ""
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.why = ranks, ""
 
     def require(self) -> None:
-        """Refuse to train, evaluate or save by what is left half done."""
+        """Raise if the pipeline cannot train, evaluate or save any more."""
         if self.why:
-            load = "load a checkpoint into it, or " if self.crew.alone else ""
+            load = "load a checkpoint into it, or " if self.ranks.alone else ""
             raise InputError("a pipeline that can go on", self.why, f"{load}make another Pipeline")
 
     def break_off(self, error: BaseException, moved: bool) -> None:
-        """Something has failed. `moved`: some stages may have an update that others lack."""
+        """Note a failure. `moved`: some stages may have an update that others lack."""
         apart = "one of which some stages may have an update that others lack, as something has failed: "
         self.why = (apart if moved else "one in which something has failed before: ") + one_line(error)
 
     @contextmanager
     def of_run(self) -> Iterator[None]:
-        """Around what ranks do together: when it fails, messages are left between them. One process leaves nothing."""
+        """Run rows inside. A failure leaves messages between ranks, so several of them cannot go on."""
         try:
             yield
         except BaseException as error:
-            if not self.crew.alone:
+            if not self.ranks.alone:
                 self.break_off(error, False)
             raise
 
     @contextmanager
     def of_update(self, optimizers: Optimizers) -> Iterator[None]:
-        """Around an update. Gradients that all ranks refuse together leave everything as it was."""
+        """Run an update inside. Gradients that all ranks refuse together leave everything as it was."""
         try:
             yield
         except BaseException as error:
-            together = optimizers.updating is None and (self.crew.alone or isinstance(error, InputError))
+            together = optimizers.updating is None and (self.ranks.alone or isinstance(error, InputError))
             if not together:
                 self.break_off(error, optimizers.updating is not None)
-                if isinstance(self.crew.world, World):
-                    self.crew.world.watch.failed(error)
+                if isinstance(self.ranks.world, World):
+                    self.ranks.world.watch.failed(error)
             raise

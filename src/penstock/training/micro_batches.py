@@ -1,4 +1,4 @@
-"""A batch as micro-batches: rows, the path each takes through the model, and what becomes of the result."""
+"""Cut a batch into micro-batches, each with its path through the model and a function that finishes its result."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class MicroBatches:
     def __init__(self, split: Split, feed: Feed, settings: Settings) -> None:
         self.split, self.feed = split, feed
         self.device, self.seed = settings.device, settings.seed
-        # What is computed to find a path serves the stages, too, unless they compute in another precision.
+        # Values computed to find a path serve the stages too, unless they compute in another precision.
         self.shares = settings.autocast is nullcontext
         self.trained = self._trained()
-        self.memory = Memory()  # of how the loss weighs
+        self.memory = Memory()  # how the loss weighs
 
     def by_replica(
         self, inputs: Any, target: Any, parts: int, finish: Finish, step: int, places: Sequence[Place]
@@ -108,38 +108,41 @@ class MicroBatches:
     def _paths(
         self, call: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> Callable[[tuple[Any, ...], dict[str, Any], int, int, Passage], Path]:
-        """How to find the path of one of a batch's micro-batches. Where they are tensors and nobody looks at the data,
-        those of as many rows take the same one, and have in common what is computed from no tensor."""
-        outlook, known = self.split.outlook(), dict[int, tuple[Path, Common]]()
+        """Return a function that finds the path of a micro-batch.
+
+        Where the inputs are tensors and no code decides by their values, micro-batches of as many rows share a path and
+        all values that are computed from no tensor.
+        """
+        outlook, by_rows = self.split.outlook(), dict[int, tuple[Path, Common]]()
         plain = all(type(value) is torch.Tensor for value in (*call[0], *call[1].values()))
 
         def path_of(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, chance: int, passage: Passage) -> Path:
-            if rows in known:
-                path, passage.fixed = known[rows]
+            if rows in by_rows:
+                path, passage.fixed = by_rows[rows]
                 return path
             path = self.split.path(args, kwargs, outlook, chance, passage if self.shares else None)
             if plain and not path.trace.decides:
-                known[rows] = path, passage.fixed
+                by_rows[rows] = path, passage.fixed
             return path
 
         return path_of
 
     def _trained(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """The parameters, a tied one as often as modules hold it, and which require grad.
+        """Return the parameters, a tied one as often as modules hold it, and which require grad.
 
         Read from the modules themselves: `parameters()` takes several times as long, and this is done every step.
         """
-        modules, met, held = [self.split.model], set(), []
+        modules, visited, held = [self.split.model], set[int](), []
         while modules:
             module = modules.pop()
-            if id(module) not in met:
-                met.add(id(module))
+            if id(module) not in visited:
+                visited.add(id(module))
                 modules += [inner for inner in module._modules.values() if inner is not None]
                 held += [parameter for parameter in module._parameters.values() if parameter is not None]
         return held, [parameter.requires_grad for parameter in held]
 
     def _notice_frozen(self) -> None:
-        """Which values need a gradient depends on which parameters do: trace again when that has changed."""
+        """Forget the traces when other parameters require a gradient, as other values then do too."""
         parameters, trained = self._trained()
         before, trained_before = self.trained
         if len(parameters) != len(before) or not all(map(is_, parameters, before)):
@@ -150,7 +153,7 @@ class MicroBatches:
         self.trained = parameters, trained
 
     def _refuse_other_parameters(self, now: set[nn.Parameter], before: set[nn.Parameter]) -> None:
-        """Those that came since would be in the forward and in no stage, and nobody would train them."""
+        """Raise for parameters that have changed: new ones would belong to no stage and not be trained."""
         if now == before:
             return
         fresh = [name for name, parameter in self.split.model.named_parameters() if parameter not in before]
@@ -175,7 +178,7 @@ def divided_spans(cut: Sequence[tuple[int, int]], replicas: int) -> list[tuple[i
 
 @dataclass(frozen=True)
 class _Finish:
-    """What becomes of the model's result for one micro-batch."""
+    """Finishes the model's result for one micro-batch, with its target."""
 
     finish: Finish
     target: Any
@@ -185,17 +188,17 @@ class _Finish:
         return self.finish(result, self.target, self.rows)
 
     def of(self, target: Any) -> _Finish:
-        """The same for another target."""
+        """Return the same for another target."""
         return replace(self, target=target)
 
 
 def _no_result(result: Any) -> Any:
-    """Nothing becomes of a micro-batch without rows: no stage runs it."""
+    """Fail: no stage runs a micro-batch without rows."""
     raise AssertionError("a micro-batch without rows was run")
 
 
 def called(loss: Callable[[Any, Any], Any], result: Any, target: Any) -> Any:
-    """What a loss of the user's says; one that finds None where it wants a target is told of as that."""
+    """Call the user's loss; raise one clear error if it needs a target and gets None."""
     try:
         return loss(result, target)
     except Exception as error:
@@ -213,7 +216,7 @@ def called(loss: Callable[[Any, Any], Any], result: Any, target: Any) -> Any:
 
 @dataclass(frozen=True)
 class scored:
-    """A loss of the user's, as what becomes of a result."""
+    """Finishes a result by the user's loss."""
 
     loss: Callable[[Any, Any], Any]
 
@@ -222,7 +225,7 @@ class scored:
 
 
 class kept_and_scored(scored):
-    """The result itself, and the loss; None for one that a step would refuse."""
+    """Finishes a result as itself and its loss, which is None where a step would refuse it."""
 
     def __call__(self, result: Any, target: Any, rows: int) -> Any:
         try:
@@ -231,12 +234,12 @@ class kept_and_scored(scored):
             return result, None
 
 
-def both(found: list[Any]) -> tuple[list[Any], list[Loss] | None]:
-    """Results and losses; None for losses of which one is missing."""
-    losses = [loss for _, loss in found]
-    return [result for result, _ in found], None if None in losses else losses
+def both(pairs: list[Any]) -> tuple[list[Any], list[Loss] | None]:
+    """Return results and losses apart; None for the losses if one is missing."""
+    losses = [loss for _, loss in pairs]
+    return [result for result, _ in pairs], None if None in losses else losses
 
 
 def unchanged(result: Any, target: Any, rows: int) -> Any:
-    """The result itself."""
+    """Return the result itself."""
     return result

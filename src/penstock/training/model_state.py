@@ -1,4 +1,4 @@
-"""The whole model's state under its own names: gathered from the stages, taken by them, and which names are tied."""
+"""The whole model's state under its own names: gather it from the stages, load it into them, find tied names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from penstock.errors import InputError
 from penstock.model.split import Split
 from penstock.model.walk import is_walking
-from penstock.training.processes import Crew, share
+from penstock.training.processes import Ranks, share
 
 
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that a state dict has, under all of their names."""
+    """Yield the buffers of a state dict, under all of their names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -23,21 +23,21 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter, with its first."""
+    """Return every further name of a parameter, with its first."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer of the state, a tied one under each of its names. Refuses a state with more in it."""
+    """Return all parameters and buffers, tied ones under each name; raise for a state with anything else."""
     refuse_extra_state(model)
-    found = dict(model.named_parameters(remove_duplicate=False)) | dict(buffers_of(model))
-    other = sorted(found.keys() ^ model.state_dict(keep_vars=True).keys())
+    state = dict(model.named_parameters(remove_duplicate=False)) | dict(buffers_of(model))
+    other = sorted(state.keys() ^ model.state_dict(keep_vars=True).keys())
     if other:
         came = f"a state_dict() that is changed by a hook of the model's own: {', '.join(other[:5])}"
         raise InputError("a model whose state is its parameters and buffers", came, "take the hook off")
-    return found
+    return state
 
 
 def refuse_extra_state(model: nn.Module) -> None:
@@ -50,58 +50,58 @@ def refuse_extra_state(model: nn.Module) -> None:
             )
 
 
-def whole_state(crew: Crew, split: Split) -> dict[str, Any]:
-    """Every parameter and buffer, on every rank."""
+def whole_state(ranks: Ranks, split: Split) -> dict[str, Any]:
+    """Return every parameter and buffer, on every rank."""
     state = dict(split.model.state_dict())
-    if crew.alone:
+    if ranks.alone:
         return state
     device = next((t.device for t in state.values() if isinstance(t, torch.Tensor) and not t.is_meta), None)
-    for name, rank in homes(crew, split).items():
+    for name, rank in homes(ranks, split).items():
         if name in state:
-            mine = state[name]
-            state[name] = mine if not mine.is_meta else torch.empty_like(mine, device=device or "cpu")
-            share(crew, state[name], rank)
+            tensor = state[name]
+            state[name] = tensor if not tensor.is_meta else torch.empty_like(tensor, device=device or "cpu")
+            share(ranks, state[name], rank)
     return state
 
 
 def take_state(split: Split, state: dict[str, Any]) -> None:
-    """Load a whole model's state; each rank takes what it has."""
+    """Load a whole model's state; each rank loads the tensors that it has."""
     model = split.model
     if not any(t.is_meta for t in model.state_dict().values() if isinstance(t, torch.Tensor)):
         model.load_state_dict(state)
         return
-    known = model.state_dict()
-    missing, strange = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
+    own = model.state_dict()
+    missing, strange = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or strange:
         raise InputError(
             "the state of this model", f"missing {missing}, unknown {strange}", "load the model's own state"
         )
-    for name, mine in known.items():
-        if isinstance(mine, torch.Tensor) and mine.shape != state[name].shape:
+    for name, tensor in own.items():
+        if isinstance(tensor, torch.Tensor) and tensor.shape != state[name].shape:
             raise InputError(
-                f"{name!r} of shape {tuple(mine.shape)}", tuple(state[name].shape), "load the model's own state"
+                f"{name!r} of shape {tuple(tensor.shape)}", tuple(state[name].shape), "load the model's own state"
             )
     with torch.no_grad():
-        for name, mine in known.items():
-            if isinstance(mine, torch.Tensor) and not mine.is_meta:
-                mine.copy_(state[name])
+        for name, tensor in own.items():
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                tensor.copy_(state[name])
 
 
-def homes(crew: Crew, split: Split) -> dict[str, int]:
-    """The rank that has the true value of each tensor of the state, by name."""
+def homes(ranks: Ranks, split: Split) -> dict[str, int]:
+    """Return the rank that has the current value of each tensor of the state, by name."""
     first = {id(p): name for name, p in split.model.named_parameters()}
-    found = {
-        name: crew.placement[split.owner[first[id(p)]]]
+    by_name = {
+        name: ranks.placement[split.owner[first[id(p)]]]
         for name, p in split.model.named_parameters(remove_duplicate=False)
     }
     stages = split.buffer_stages()
     for name, _ in split.model.named_buffers(remove_duplicate=False):
-        found[name] = crew.placement[stages.get(name, 0)]
-    return dict(sorted(found.items()))  # in an order that all ranks have
+        by_name[name] = ranks.placement[stages.get(name, 0)]
+    return dict(sorted(by_name.items()))  # in an order that all ranks have
 
 
 def release(model: nn.Module, keep: list[nn.Parameter]) -> None:
-    """Let go of the weights of other ranks' stages: they would only grow stale. Their names and shapes remain."""
+    """Free the weights of other ranks' stages, which would become stale; their names and shapes remain."""
     kept = set(map(id, keep))
     hollow: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -114,7 +114,7 @@ def release(model: nn.Module, keep: list[nn.Parameter]) -> None:
 
 
 def guard(split: Split) -> None:
-    """Have a call of the model itself, which runs stages whose weights are on other ranks, say what to call instead."""
+    """Make a direct call of the model, whose weights are partly on other ranks, raise a clear error."""
     for module in split.model.modules():
         if id(module) not in split.layout.opened and _absent(module):
             module.register_forward_pre_hook(_refuse_absent)

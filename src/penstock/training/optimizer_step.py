@@ -1,4 +1,4 @@
-"""One update, and the LR scheduler's step behind it. What torch refuses only then is told in one message."""
+"""Step an optimizer and its LR scheduler; errors that torch raises only then become one clear message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.errors import InputError
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
-    """By the gradients that are there."""
+    """Step an optimizer by the gradients in `.grad`."""
     try:
         optimizer.step()
     except RuntimeError as error:
@@ -24,7 +24,7 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def advance(scheduler: Any, loss: float) -> None:
-    """To the rate of the next update."""
+    """Step an LR scheduler to the rate of the next update."""
     try:
         scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Optimizers beside torch's own, and the table by which a config names them.
 
-Muon orthogonalises its step whatever the gradient's scale, so it forgives a gradient that is one update old; AdamW
-takes the parameters that are no matrices of hidden layers. Nesterov look-ahead (Ajanthan et al. 2025) is NAdam with a
-long momentum: a stashed gradient is as old as its stage is far from the end, and the step looks ahead along it.
+Muon orthogonalises its step whatever the gradient's scale, so it tolerates a gradient that is one update old; AdamW
+updates the parameters that are not matrices of hidden layers. Nesterov look-ahead (Ajanthan et al. 2025) is NAdam with
+a long momentum: a stashed gradient is the older the farther its stage is from the last, and the step looks ahead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TABLES = ("emb", "wte", "wpe", "tok", "pos", "place", "head")  # parts of the na
 
 
 def hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """A matrix that is neither a table of tokens or positions nor a head, as far as its name tells."""
+    """Return True for a matrix whose name is not that of an embedding table or a head."""
     return parameter.ndim == 2 and not any(word in name.lower() for word in TABLES)
 
 
@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. The two that make it work on this one's groups and state, which a load or a copy replaces."""
+        """Update once, by two optimizers that share this one's groups and state, which a load or a copy replaces."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -71,12 +71,12 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _kinds(self) -> dict[bool, torch.optim.Optimizer]:
-        known: dict[bool, torch.optim.Optimizer] = self.__dict__.setdefault("kinds", {})
-        if not known:  # just made, or copied
+        kinds: dict[bool, torch.optim.Optimizer] = self.__dict__.setdefault("kinds", {})
+        if not kinds:  # new, or copied
             for group in self.param_groups:
-                if group["muon"] not in known:
-                    known[group["muon"]] = (_muon if group["muon"] else _adamw)(group["params"])
-        return known
+                if group["muon"] not in kinds:
+                    kinds[group["muon"]] = (_muon if group["muon"] else _adamw)(group["params"])
+        return kinds
 
 
 def _muon(
@@ -109,7 +109,7 @@ def muon(
     betas: tuple[float, float] = (0.9, 0.999),
     matrices: Choice = hidden_matrix,
 ) -> Callable[[Sequence[str], Any], Muon]:
-    """For `Pipeline(..., schedule="2bw", optimizer=penstock.muon(lr=3e-3))`."""
+    """Return a function for `Pipeline(..., schedule="2bw", optimizer=penstock.muon(lr=3e-3))`."""
     return lambda names, params: Muon(params, lr, weight_decay, momentum, betas, names, matrices)
 
 
@@ -121,7 +121,7 @@ def look_ahead(
     weight_decay: float = 0.0,
     momentum_decay: float = 4e-3,
 ) -> NAdam:
-    """The optimizer itself; weight decay is apart from the gradients, as AdamW's is."""
+    """Return the optimizer itself; its weight decay is decoupled from the gradients, as AdamW's is."""
     from torch.optim import NAdam
 
     return NAdam(params, lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay=True)
@@ -135,7 +135,7 @@ def nesterov(
     weight_decay: float = 0.0,
     momentum_decay: float = 4e-3,
 ) -> Callable[[Any], NAdam]:
-    """For `Pipeline(..., schedule="pipedream", optimizer=penstock.nesterov(lr=3e-4))`."""
+    """Return a function for `Pipeline(..., schedule="pipedream", optimizer=penstock.nesterov(lr=3e-4))`."""
     return lambda params: look_ahead(params, lr, betas, eps, weight_decay, momentum_decay)
 
 
@@ -144,5 +144,5 @@ NOT_IN_FILES = frozenset(("names", "matrices"))  # arguments that no file can gi
 
 
 def takes_names(name: str) -> bool:
-    """Whether it decides by the parameters' names."""
+    """Return whether an optimizer of the table decides by the parameters' names."""
     return name in OPTIMIZERS and "names" in signature(OPTIMIZERS[name]).parameters

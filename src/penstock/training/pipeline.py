@@ -1,4 +1,4 @@
-"""The Pipeline: a model, cut into stages, trained by a schedule, with the numbers of plain training.
+"""The Pipeline: trains a model in stages by a schedule, with the numbers of plain training.
 
 One process runs all stages; or, launched as several (by torchrun, or by `penstock train`), each runs its own. The
 script is the same, and so are the bits.
@@ -41,7 +41,7 @@ from penstock.training.options import LossFunction, PipelineOptions, document_op
 from penstock.training.pipeline_parts import Step
 from penstock.training.processes import require_agreement
 from penstock.training.schedule_choice import ScheduleChoice, read_choice
-from penstock.training.staleness import NAMES as REMEDIES
+from penstock.training.staleness import NAMES as MITIGATIONS
 
 
 @document_options
@@ -58,13 +58,13 @@ class Pipeline:
         self.loss, self.index, self.verify = options.loss, 0, options.verify
         self.working = False  # inside a step
         parts: Assembled = assemble(options, self.choice)
-        self.model, self.split, self.ground, self.feed = parts.split.model, parts.split, parts.ground, parts.feed
+        self.model, self.split, self.context, self.feed = parts.split.model, parts.split, parts.context, parts.feed
         self.norms, self.buffers = parts.norms, parts.buffers
-        self.crew, self.stages, self.optimizers = self.ground.crew, self.ground.stages, self.ground.optimizers
-        self.flush, self.observers = self.ground.flush, self.ground.observers
+        self.ranks, self.stages, self.optimizers = self.context.ranks, self.context.stages, self.context.optimizers
+        self.flush, self.observers = self.context.flush, self.context.observers
         self.engine: Engine | None = None
-        self.health = Health(self.crew)
-        self.settings, self.device = self.ground.settings, self.ground.settings[0].device
+        self.health = Health(self.ranks)
+        self.settings, self.device = self.context.settings, self.context.settings[0].device
         self.micro_batches = MicroBatches(self.split, self.feed, self.settings[0])
         self.checks, self.forwards = LossChecks(self), Forwards(self)
         self._take_up(parts.engine)
@@ -72,7 +72,7 @@ class Pipeline:
             self.import_weights(options.weights_path)
 
     def _take_up(self, engine: Engine) -> None:
-        """Train by this engine from now on."""
+        """Use this engine from now on."""
         if self.engine is not None:
             self.observers.discard(*self.engine.observers, self.engine.meter)
         self.observers.add(*engine.observers)
@@ -83,16 +83,16 @@ class Pipeline:
         if engine.updates is not None and engine.weights is not None and engine.status is not None:
             engine.updates.since = self.index
             self.trainer = self.async_trainer = AsyncTrainer(
-                self, self.executor, engine.weights, engine.updates, engine.status, engine.clock, engine.remedies.t3
+                self, self.executor, engine.weights, engine.updates, engine.status, engine.clock, engine.mitigation.t3
             )
         else:
             self.trainer = FlushTrainer(self, engine)
 
     @named
     def step(self, inputs: Any, target: Any = None) -> Step:
-        """One synchronous step over a batch: all micro-batches forward and backward, then the update.
+        """Train on one batch synchronously: all micro-batches forward and backward, then the update.
 
-        `inputs` are a tensor, a tuple of arguments, or a dict of keywords, whose labels may be among them.
+        `inputs` are a tensor, a tuple of arguments, or a dict of keywords, which may include the labels.
         """
         self.require_loss()
         self.health.require()
@@ -100,11 +100,11 @@ class Pipeline:
 
     @named
     def train(self, loader: Iterable[Any] | None) -> Iterator[Step]:
-        """One record a batch of the loader, which yields (inputs, target), or dicts of the forward's keywords.
+        """Train on every batch of a loader of (inputs, target) or keyword dicts, and yield one record for each.
 
-        Under an asynchronous schedule the pipe is fed without a flush, and a record comes when its batch has passed
-        through; the pipe drains at the end, at an evaluation, at a save, and when the loop is left. A switch inside the
-        loop has the rest of the batches trained by the new schedule.
+        Under an asynchronous schedule the pipeline is fed without a flush, and a record comes when its batch has passed
+        all stages; it drains at the end, at an evaluation, at a save, and when the loop is left. After a switch inside
+        the loop the remaining batches are trained by the new schedule.
         """
         self.require_loss()
         self.health.require()
@@ -123,12 +123,12 @@ class Pipeline:
         microbatches: int | None = None,
         **options: Unpack[TrainingOptions],
     ) -> None:
-        """Go on by another schedule, between two mini-batches; what is in flight is trained to its end first.
+        """Change the schedule between two mini-batches; those in flight are trained to their end first.
 
         The stages stay as they are, so the schedule must place as many on the same ranks. Optimizers keep their state.
         """
-        known = [*parameters_of(Pipeline.switch), *option_names(), *REMEDIES, *SETTLED]
-        refuse_unknown("Pipeline.switch", options, known)
+        names = [*parameters_of(Pipeline.switch), *option_names(), *MITIGATIONS, *SETTLED]
+        refuse_unknown("Pipeline.switch", options, names)
         self._require_between()
         own = schedule.shape.microbatches if isinstance(schedule, (Schedule, Loop)) else self.microbatches
         parts = own if microbatches is None else microbatches
@@ -138,15 +138,15 @@ class Pipeline:
         )
         chosen = choose(choice, self.options, None)
         _require_same_places(self.schedule.shape, chosen.built.shape)
-        if not self.crew.alone:
-            require_agreement(self.crew, {"schedule": describe(chosen), "micro-batches": parts})
+        if not self.ranks.alone:
+            require_agreement(self.ranks, {"schedule": describe(chosen), "micro-batches": parts})
         self.settle()
-        engine = build_engine(chosen, self.ground, self.split.edges)
+        engine = build_engine(chosen, self.context, self.split.edges)
         self.choice = choice
         self._take_up(engine)
 
     def settle(self) -> None:
-        """Train to its end what is in flight: all weights are then the newest. Synchronous schedules leave nothing."""
+        """Train the mini-batches in flight to their end, so that all weights are the newest."""
         if self.working:
             raise InputError(
                 "a save, a load, an evaluation or a forward between two mini-batches",
@@ -159,37 +159,37 @@ class Pipeline:
 
     @named
     def evaluate(self, loader: Iterable[Any] | None) -> float:
-        """The mean loss over a loader, in eval mode, without gradients."""
+        """Return the mean loss over a loader, in eval mode, without gradients."""
         self.settle()
         loss, total, weight = self.require_loss(), 0.0, 0.0
         with in_eval_mode(self.model), torch.no_grad():
             for batch in self.feed.each(loader):
                 inputs, target = self.feed.one(*batch)
                 self.checks.every_batch(loss, inputs, target)
-                found = total_of(self.forwards.each(inputs, target, scored(loss)))
-                total, weight = total + found.total, weight + found.weight
-        total, weight = self.crew.tell([total, weight])
+                part = total_of(self.forwards.each(inputs, target, scored(loss)))
+                total, weight = total + part.total, weight + part.weight
+        total, weight = self.ranks.broadcast([total, weight])
         if not weight:
             raise InputError("a loader with something to score", "nothing", "give data to evaluate")
         return float(total / weight)
 
     @named
     def forward(self, inputs: Any) -> Any:
-        """The model's result for a batch, without gradients, in the mode the model is in: on every rank."""
+        """Return the model's result for a batch on every rank, without gradients, in the mode the model is in."""
         self.settle()
         inputs, _ = self.feed.one(inputs, None)
         return self.forwards.result(inputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole model's state under its own names, on every rank."""
+        """Return the whole model's state under its own names, on every rank."""
         self.settle()
-        return whole_state(self.crew, self.split)
+        return whole_state(self.ranks, self.split)
 
     @named
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the whole model's state; each rank takes what its stages need.
 
-        What optimizers, and remedies against stale weights, keep of the steps before stays as it is.
+        The state of optimizers and of staleness mitigation does not change.
         """
         self.settle()
         take_state(self.split, state)
@@ -204,10 +204,10 @@ class Pipeline:
 
     @named
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take up the training where `path` was saved, by whatever stages; every rank has to call."""
+        """Continue the training saved at `path`, by any number of stages; every rank has to call."""
         from penstock.training.checkpoint import save_load
 
-        if self.crew.alone:  # which makes up for whatever has failed
+        if self.ranks.alone:  # a load makes up for an earlier failure
             self.health.why = ""
         self.settle()
         save_load.load(self, path)
@@ -224,7 +224,7 @@ class Pipeline:
     def import_weights(self, path: str | os.PathLike[str]) -> None:
         """Take the weights from a safetensors file or a transformers directory; every rank has to call.
 
-        What optimizers, and remedies against stale weights, keep of the steps before stays as it is.
+        The state of optimizers and of staleness mitigation does not change.
         """
         from penstock.training.weight_files import import_weights
 
@@ -232,28 +232,30 @@ class Pipeline:
         import_weights.import_weights(self, path)
 
     def measured(self) -> Measured:
-        """The last steps as they were measured on all ranks; every rank has to ask."""
+        """Return the last steps as measured on all ranks; every rank has to call."""
         return gathered(self)
 
     def timeline(self) -> Timeline:
-        """The last step as it was measured on all ranks; every rank has to ask. In one process stages run one after the
-        other.
+        """Return the last step as measured on all ranks; every rank has to call.
 
-        Under an asynchronous schedule, the last run from its fill to its drain; what is in flight is drained first.
+        In one process the stages run one after the other. Under an asynchronous schedule it is the last run from its
+        fill to its drain; mini-batches in flight are drained first.
         """
         self.settle()
         if self.async_trainer is not None:
             return gathered_run(self)
-        return timeline_here(self) if self.crew.alone else self.measured().timeline()
+        return timeline_here(self) if self.ranks.alone else self.measured().timeline()
 
     def close(self) -> None:
-        """Let go of what joins this pipeline's processes, which the end of the process does too. By every rank."""
+        """Close the lanes between this pipeline's processes, as their end does too; every rank has to call."""
         self.settle()
         self.executor.close()
 
     def again(self, run: Callable[[], Any]) -> Any:
-        """Run something, and once more if a path has changed: it is then traced afresh, where all weights are. Walks
-        are watched for all at once: that takes longer to begin and to end than a small stage."""
+        """Run a function, and once more if a path has changed: it is traced again where all weights are here.
+
+        Walks are watched once for the whole run, as entering that takes longer than a small stage.
+        """
         with nullcontext() if isinstance(self.model, Chain) else watching():
             try:
                 return run()
@@ -274,13 +276,13 @@ class Pipeline:
         return self.micro_batches.jobs(inputs, target, cut, finish, step, first_number)
 
     def mini_batch(self, inputs: Any, target: Any, step: int, first_number: int) -> list[Job]:
-        """The micro-batches of one mini-batch, numbered from `first_number` on."""
+        """Return the micro-batches of one mini-batch, numbered from `first_number` on."""
         with torch.enable_grad():
             return self.jobs(inputs, target, self.microbatches, scored(self.require_loss()), step, first_number)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Around what nobody may change the pipeline in."""
+        """Mark a step as running: switch, save and load are refused."""
         self.working = True
         try:
             yield

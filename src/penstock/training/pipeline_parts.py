@@ -1,4 +1,4 @@
-"""The part of a Pipeline that its helpers use, as protocols: so that they need not import the Pipeline itself."""
+"""The parts of a Pipeline that its helpers use, as protocols, so that they do not import the Pipeline itself."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from penstock.training.build_engine import Engine
 from penstock.training.health import Health
 from penstock.training.micro_batches import Cut, Finish, MicroBatches
 from penstock.training.options import LossFunction, PipelineOptions
-from penstock.training.processes import Crew
+from penstock.training.processes import Ranks
 from penstock.training.stage_optimizers import Optimizers
 
 
 @named_fields
 @dataclass(frozen=True)
 class Step:
-    """What one step gave: the same on every rank."""
+    """Outcome of one step, the same on every rank."""
 
     index: int
     loss: float
@@ -42,7 +42,7 @@ class Step:
 
 
 class AsyncTraining(Protocol):
-    """Training without a flush, as a pipeline holds it."""
+    """Asynchronous training, as a pipeline holds it."""
 
     @property
     def weights(self) -> VersionedWeights: ...
@@ -56,7 +56,7 @@ class PipelineParts(Protocol):
     index: int
 
     @property
-    def crew(self) -> Crew: ...
+    def ranks(self) -> Ranks: ...
     @property
     def model(self) -> nn.Module: ...
     @property

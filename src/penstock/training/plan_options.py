@@ -1,7 +1,7 @@
-"""A plan as a Pipeline is given it: as a planner made it, as the JSON of it, or as a file of that.
+"""Read the plan that a Pipeline is given: a planner's result, its JSON, or a file.
 
-A plan says all of stages, cuts, chunks, schedule and micro-batches, so none of these may come beside it. What the
-engine cannot run is refused here, before a model is touched.
+A plan determines stages, cuts, chunks, schedule and micro-batches, so none of these may be given beside it. A plan that
+the engine cannot run is refused here, before the model is changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.core.text_profile import NUMBER
 from penstock.errors import FormatError, InputError
 from penstock.planners.prediction import Prediction
 from penstock.schedules.registry import METHODS
-from penstock.training.staleness import NAMES as REMEDIES
+from penstock.training.staleness import NAMES as MITIGATIONS
 
 ITS_OWN = ("stages", "cuts", "chunks", "replicas", "schedule", "microbatches")  # what a plan says
 WRITE = "write it with `penstock plan --json`"
@@ -44,14 +44,14 @@ class Planned:
             raise InputError(expected, widest, "plan again by penstock plan")
 
     def options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The schedule's options, and the remedies that are given beside the plan."""
-        own = [name for name in given if name not in REMEDIES]
+        """Return the schedule's options and the staleness mitigation given beside the plan."""
+        own = [name for name in given if name not in MITIGATIONS]
         if own:
             raise InputError("no options of the schedule beside a plan", ", ".join(own), "leave them out")
         return dict(self.plan.options) | given
 
     def cuts(self, layers: Sequence[str]) -> list[str]:
-        """The modules at which the second, third, ... stage begins, in a model of these layers."""
+        """Return the modules at which the second, third, ... stage begins, in a model of these layers."""
         count = self.plan.stages[-1].last + 1
         if count != len(layers):
             raise InputError(
@@ -62,7 +62,7 @@ class Planned:
         return [layers[first] for first in self.plan.cuts]
 
     def _require_names(self, layers: Sequence[str]) -> None:
-        """Refuse the layers of another model. A text profile has names of its own, which say nothing of that."""
+        """Raise for the layers of another model. Names in a text profile are not compared, as they are its own."""
         pairs = enumerate(zip_longest(self.order, layers))
         at, (planned, called) = next((at, names) for at, names in pairs if names[0] != names[1])
         came = f"layer {at} is {planned!r} in the plan and {called!r} in the model"
@@ -73,7 +73,7 @@ class Planned:
             raise InputError("a plan of the model's own layers", came, "profile and plan this very model")
 
     def in_short(self) -> str:
-        """What it says beside the schedule, for ranks to compare."""
+        """Return a short description of the stages, for ranks to compare."""
         return ", ".join(
             f"layers {stage.first} to {stage.last}"
             + (" recomputed" if stage.recompute else "")
@@ -82,7 +82,7 @@ class Planned:
         )
 
     def require_fit(self, shape: Shape) -> None:
-        """Refuse a plan whose stages lie elsewhere than its schedule has them."""
+        """Raise for a plan whose stages are on other ranks than in its schedule."""
         if shape.placement != self.plan.placement:
             raise InputError(
                 f"a plan whose stages are on ranks {list(shape.placement)}, as {shape.name} has them",
@@ -92,7 +92,7 @@ class Planned:
 
 
 def read_plan(given: object) -> Planned:
-    """Whatever a plan is given as."""
+    """Return a plan from any form that it may be given in."""
     if isinstance(given, Prediction):
         return Planned(given.plan, tuple(layer.name for layer in given.outcome.profile.layers))
     if isinstance(given, Plan):
@@ -107,16 +107,16 @@ def read_plan(given: object) -> Planned:
 
 
 def require_alone(given: dict[str, Any]) -> None:
-    """Refuse what stands beside a plan and would say the same thing again; None is not given."""
+    """Raise for options given beside a plan that determines them; None means not given."""
     twice = [name for name in ITS_OWN if given.get(name) is not None]
     if twice:
         raise InputError(f"plan= alone, which says {', '.join(ITS_OWN)}", f"{', '.join(twice)} too", "leave out either")
 
 
 def _from_json(data: Any) -> Planned:
-    """What `penstock plan --json` writes, or the plan in it."""
+    """Read the JSON that `penstock plan --json` writes, or the plan in it."""
     if not isinstance(data, dict):
         raise FormatError("JSON", "one plan", f"a {type(data).__name__}", "plan by one method, not by all")
     order = data.get("order", [])
-    known = tuple(order) if isinstance(order, list) and all(isinstance(name, str) for name in order) else ()
-    return Planned(Plan.from_json(data.get("plan", data)), known)
+    names = tuple(order) if isinstance(order, list) and all(isinstance(name, str) for name in order) else ()
+    return Planned(Plan.from_json(data.get("plan", data)), names)

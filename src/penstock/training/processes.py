@@ -1,4 +1,4 @@
-"""Which process runs which stages, and what the processes must agree on before they start."""
+"""The processes of a pipeline: which stages each runs, and checks that they were started alike."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from penstock.model.naming import leaf_places
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The processes of one pipeline, seen from one of them."""
+class Ranks:
+    """The processes of one pipeline, as one of them sees them."""
 
     world: World | Alone
     placement: tuple[int, ...]  # the rank of every stage's first replica; all 0 where one process runs them all
@@ -48,29 +48,26 @@ class Crew:
 
     @property
     def last(self) -> int:
-        """The rank that has the model's results."""
+        """Rank that has the model's results."""
         return self.placement[-1]
 
     @property
     def alone(self) -> bool:
         return self.world.size == 1
 
-    def tell(self, found: Any) -> Any:
-        """A few plain values that the last stage's rank knows, to every rank."""
-        return self.told(found, self.last)
+    def broadcast(self, value: Any, source: int | None = None) -> Any:
+        """Return a JSON value of one rank, by default the last stage's, on every rank."""
+        source = self.last if source is None else source
+        encoded = json.dumps(value).encode() if self.world.rank == source else None
+        return json.loads(self.world.broadcast(encoded, source))
 
-    def told(self, found: Any, rank: int) -> Any:
-        """A few plain values that one rank knows, to every rank."""
-        mine = json.dumps(found).encode() if self.world.rank == rank else None
-        return json.loads(self.world.broadcast(mine, rank))
-
-    def result(self, found: Any, example: Any, device: torch.device) -> Any:
-        """A result of the model's, which the last stage's rank has, on every rank. `example` has its structure."""
+    def broadcast_result(self, result: Any, example: Any, device: torch.device) -> Any:
+        """Return the model's result, which the last stage's rank has, on every rank. `example` has its structure."""
         if self.alone:
-            return found
+            return result
         if self.world.rank == self.last:
-            self.world.broadcast(_leaves(found), self.last)
-            return found
+            self.world.broadcast(_leaves(result), self.last)
+            return result
         message = from_bytes(self.world.broadcast(None, self.last))
         words = json.loads(message.metadata)
         places = iter(leaf_places(example))
@@ -83,7 +80,7 @@ class Crew:
 
 
 def _leaves(result: Any) -> bytes:
-    """Tensors and plain values of a result, by their places in it, whose order may be another on another rank."""
+    """Encode a result by the places of its tensors and plain values, whose order may differ between ranks."""
     tensors: dict[int, torch.Tensor] = {}
     words: dict[str, Any] = {}
     for place, leaf in zip(leaf_places(result), tree.leaves(result), strict=True):
@@ -95,16 +92,16 @@ def _leaves(result: Any) -> bytes:
     return to_bytes(Message(tensors, json.dumps(words).encode()))
 
 
-def muster(shape: Shape, timeout: float) -> Crew:
+def join_ranks(shape: Shape, timeout: float) -> Ranks:
     """The processes that were launched together, one a pipeline rank; or this one for all."""
     world, replicas = join(), tuple(shape.stage_replicas.tolist())
     if world is None or world.size == 1:
-        return Crew(Alone(), (0,) * shape.stages, replicas)
+        return Ranks(Alone(), (0,) * shape.stages, replicas)
     world.watch.timeout = timeout
     begin_pipeline(world)
     if world.size != shape.slots:
         raise _wrong_size(shape, world.size)
-    found = Crew(world, tuple(shape.slot(stage) for stage in range(shape.stages)), replicas)
+    found = Ranks(world, tuple(shape.slot(stage) for stage in range(shape.stages)), replicas)
     world.watch.status_page.name_stages(found.here)
     return found
 
@@ -119,9 +116,9 @@ def _wrong_size(shape: Shape, processes: int) -> InputError:
     return InputError(expected, processes, f"{launch}, or give other replicas")
 
 
-def require_agreement(crew: Crew, settings: dict[str, Any]) -> None:
+def require_agreement(ranks: Ranks, settings: dict[str, Any]) -> None:
     """Refuse ranks that were told different things, each named with its value on the first two that differ."""
-    every = [json.loads(part) for part in crew.world.gather(json.dumps(settings).encode())]
+    every = [json.loads(part) for part in ranks.world.gather(json.dumps(settings).encode())]
     for name in settings:
         for rank, theirs in enumerate(every):
             if theirs.get(name) != every[0].get(name):
@@ -132,25 +129,27 @@ def require_agreement(crew: Crew, settings: dict[str, Any]) -> None:
                 )
 
 
-def require_same_model(crew: Crew, model: nn.Module) -> None:
-    """Refuse ranks whose models are not made alike: of other weights, or of other layers under the same names, as one
-    that makes its layers in the order of a set may be."""
+def require_same_model(ranks: Ranks, model: nn.Module) -> None:
+    """Raise for ranks whose models differ: in their weights' names and shapes, or in the layers under the same names.
+
+    A model that makes its layers in the order of a set may differ so.
+    """
     parts = [(name, tuple(t.shape), str(t.dtype)) for name, t in _by_name(model)]
     count = sum(parameter.numel() for parameter in model.parameters())
     weights = f"{type(model).__name__} of {count} parameters ({zlib.crc32(repr(parts).encode()):08x})"
     layers = {name: _layer(module) for name, module in model.named_modules()}
     digest = f"{zlib.crc32(repr(sorted(layers.items())).encode()):08x}"
-    if len(set(crew.world.gather(digest.encode()))) > 1:
-        require_agreement(crew, {"model": weights})
-        every = [json.loads(part) for part in crew.world.gather(json.dumps(layers).encode())]
+    if len(set(ranks.world.gather(digest.encode()))) > 1:
+        require_agreement(ranks, {"model": weights})
+        every = [json.loads(part) for part in ranks.world.gather(json.dumps(layers).encode())]
         names = {name for theirs in every for name in theirs}
         odd = next(name for name in sorted(names) if len({theirs.get(name) for theirs in every}) > 1)
-        require_agreement(crew, {f"layer {odd!r}": layers.get(odd, "none")})
-    require_agreement(crew, {"model": weights})
+        require_agreement(ranks, {f"layer {odd!r}": layers.get(odd, "none")})
+    require_agreement(ranks, {"model": weights})
 
 
 def _layer(module: nn.Module) -> str:
-    """The class of a layer; and its settings, of one of torch's own, which are plain values."""
+    """Return the class of a layer, with its settings if it is one of torch's own."""
     kind = type(module)
     torchs = kind.__module__.startswith("torch.nn.")
     return f"{kind.__name__}({module.extra_repr()})" if torchs else kind.__qualname__
@@ -161,32 +160,32 @@ def _name(named: tuple[str, torch.Tensor]) -> str:
 
 
 def _by_name(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers in an order that all ranks have: a model may register them in that of a set."""
+    """Return parameters and buffers sorted by name: a model may register them in a different order on each rank."""
     return [*sorted(model.named_parameters(), key=_name), *sorted(model.named_buffers(), key=_name)]
 
 
-def same_weights(crew: Crew, model: nn.Module) -> None:
-    """Ranks that built their models from different seeds all get rank 0's weights and buffers."""
+def same_weights(ranks: Ranks, model: nn.Module) -> None:
+    """Copy rank 0's weights and buffers to ranks that built their models from other seeds."""
     tensors = [t.detach() for _, t in _by_name(model) if not t.is_meta]
-    mine = 0
+    checksum = 0
     for tensor in tensors:
-        mine = zlib.crc32(raw(tensor), mine)
-    if len(set(crew.world.gather(mine.to_bytes(4, "little")))) == 1:
+        checksum = zlib.crc32(raw(tensor), checksum)
+    if len(set(ranks.world.gather(checksum.to_bytes(4, "little")))) == 1:
         return
     for tensor in tensors:
-        share(crew, tensor, 0)
+        share(ranks, tensor, 0)
 
 
-def share(crew: Crew, tensor: torch.Tensor, source: int) -> None:
-    """Fill a tensor with what it holds on another rank."""
-    data = crew.world.broadcast(bytes(raw(tensor)) if crew.world.rank == source else None, source)
-    if crew.world.rank != source and data:
+def share(ranks: Ranks, tensor: torch.Tensor, source: int) -> None:
+    """Copy a tensor's values from another rank."""
+    data = ranks.world.broadcast(bytes(raw(tensor)) if ranks.world.rank == source else None, source)
+    if ranks.world.rank != source and data:
         with torch.no_grad():
             flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, row by row."""
+    """Return a tensor's bytes, row by row."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from penstock.schedules.registry import loop as build_loop
 from penstock.schedules.registry import schedule as build_schedule
 from penstock.training.options import PipelineOptions
 from penstock.training.plan_options import ITS_OWN, Planned, read_plan, require_alone
-from penstock.training.staleness import without_remedies
+from penstock.training.staleness import without_mitigation
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ScheduleChoice:
 
     @property
     def method_options(self) -> dict[str, Any]:
-        return without_remedies(self.options)
+        return without_mitigation(self.options)
 
     def build(self, stages: int, edges: Sequence[tuple[int, int]] = ()) -> Schedule | Loop:
         """Return the named schedule for so many pipeline ranks."""

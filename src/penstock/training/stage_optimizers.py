@@ -42,7 +42,7 @@ class Optimizers:
         self.names = {parameter: name for stage in owned.values() for name, parameter in stage.items()}
         self.parameters = list(self.names)
         self.make = make
-        self.optimizers = {at: made(make, stage) for at, stage in owned.items() if stage} if make else {}
+        self.optimizers = {at: make_optimizer(make, stage) for at, stage in owned.items() if stage} if make else {}
         self.schedulers = (
             [_scheduler(make_scheduler, optimizer) for optimizer in self.optimizers.values()] if make_scheduler else []
         )
@@ -97,8 +97,7 @@ class Optimizers:
 
 
 def require_scale(scale: float, step: int) -> None:
-    """Refuse gradients that overflow though fp16's scale has come down to 1: infinities are its ordinary business, but
-    those are the model's own."""
+    """Raise for gradients that overflow at fp16's lowest scale, 1: they are not finite in the model itself."""
     if scale <= 1:
         came = f"some that are not at a scale of 1, at step {step}"
         raise InputError(
@@ -106,8 +105,8 @@ def require_scale(scale: float, step: int) -> None:
         )
 
 
-def made(make: Callable[..., torch.optim.Optimizer], owned: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """The user's optimizer over one stage: called with tensors, or with names and tensors where it takes two."""
+def make_optimizer(make: Callable[..., torch.optim.Optimizer], owned: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the user's optimizer of one stage: from tensors, or from names and tensors if the function takes two."""
     optimizer = make(list(owned), list(owned.values())) if _takes_two(make) else make(list(owned.values()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(
@@ -122,8 +121,8 @@ def made(make: Callable[..., torch.optim.Optimizer], owned: dict[str, nn.Paramet
             f"{type(optimizer).__name__}, which evaluates the loss several times",
             "use another optimizer",
         )
-    mine = {id(parameter) for parameter in owned.values()}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
+    own = {id(parameter) for parameter in owned.values()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
         raise InputError(
             "an optimizer over the parameters it was given",
@@ -152,8 +151,8 @@ def _takes_two(make: Callable[..., Any]) -> bool:
             "optimizer= to be a function", type(make).__name__, "give optimizer=lambda params: AdamW(params)"
         )
     try:
-        wanted = inspect.signature(make).parameters.values()
+        parameters = inspect.signature(make).parameters.values()
     except (TypeError, ValueError):
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in wanted) == 2
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) == 2

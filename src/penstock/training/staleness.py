@@ -1,11 +1,11 @@
-"""What is done against stale weights, as a user asks for it.
+"""Staleness mitigation: the options of asynchronous training that correct for old weights.
 
 - `t1=K`: PipeMare's learning rates: a stage's is divided by tau ** p, p falling from 1 to 0 over the first K updates.
-- `t2=D` (or True for D = exp(-2)): PipeMare's backward weights, led back to what the forward saw. Needs a schedule
-  whose backward takes what is newest.
+- `t2=D` (or True for D = exp(-2)): PipeMare's backward weights, corrected towards those of the forward. Needs a
+  schedule whose backward uses the newest weights.
 - `t3=N`: the first N mini-batches are trained synchronously.
-- `predict="xpipe"` or `"spectrain"`: forwards run on a forecast of the weights that their gradient will be taken from:
-  by the optimizer's last step, or by the momentum it keeps.
+- `predict="xpipe"` or `"spectrain"`: forwards run on a forecast of the weights that their update will be applied to, by
+  the optimizer's last step or by its momentum.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FORECASTS = ("xpipe", "spectrain")
 
 
 @dataclass(frozen=True)
-class Remedies:
-    """None or 0: not asked for."""
+class MitigationOptions:
+    """Staleness mitigation that was chosen; None or 0 for none."""
 
     t1: int | None = None
     t2: float | None = None
@@ -39,43 +39,45 @@ class Remedies:
     predict: str | None = None
 
     def rate(self, endless: LoweredLoop, stage: int, step: int) -> float:
-        """T1's factor for a stage's learning rate at an update."""
+        """Return T1's factor for a stage's learning rate at an update."""
         if self.t1 is None:
             return 1.0
         share = 1 - min(max(step - self.t3, 0) / self.t1, 1)
         return float(max(endless.delay(stage), 1.0) ** -share)
 
 
-def without_remedies(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are the method's own."""
+def without_mitigation(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the schedule's method alone."""
     return {name: value for name, value in options.items() if name not in NAMES}
 
 
 def require_known(name: str, options: dict[str, Any]) -> None:
-    """Refuse what is neither an option of an asynchronous method nor a remedy."""
+    """Raise for an option that neither the asynchronous method nor staleness mitigation has."""
     method = find(name)
-    known = [*method.options, *NAMES]
-    unknown = [option for option in options if option not in known]
+    valid = [*method.options, *NAMES]
+    unknown = [option for option in options if option not in valid]
     if method.asynchronous and unknown:
-        near = get_close_matches(unknown[0], known, n=1)
+        near = get_close_matches(unknown[0], valid, n=1)
         advice = f"try {near[0]}" if near else "leave it out"
-        raise InputError(f"options that {name} has ({', '.join(known)})", ", ".join(unknown), advice)
+        raise InputError(f"options that {name} has ({', '.join(valid)})", ", ".join(unknown), advice)
 
 
-def read_remedies(options: dict[str, Any], shape: Shape) -> Remedies:
-    """The remedies among a schedule's options. pipemare has T2 unless it is told not to."""
-    mine = {name: options[name] for name in NAMES if name in options}
+def read_mitigation(options: dict[str, Any], shape: Shape) -> MitigationOptions:
+    """Return the staleness mitigation among a schedule's options. pipemare has T2 unless t2=False."""
+    given = {name: options[name] for name in NAMES if name in options}
     if shape.law is Law.SYNC:
-        if mine:
+        if given:
             raise InputError(
-                f"an asynchronous schedule for {', '.join(mine)}", repr(shape.name), "leave it out, or choose pipedream"
+                f"an asynchronous schedule for {', '.join(given)}",
+                repr(shape.name),
+                "leave it out, or choose pipedream",
             )
-        return Remedies()
-    return Remedies(
-        _count("t1", "K of T1, updates over which learning rates rise", mine.get("t1"), 1),
-        _decay(mine.get("t2", shape.name == "pipemare"), shape.law),
-        _count("t3", "mini-batches to be trained synchronously first", mine.get("t3"), 0) or 0,
-        _forecast(mine.get("predict")),
+        return MitigationOptions()
+    return MitigationOptions(
+        _count("t1", "K of T1, updates over which learning rates rise", given.get("t1"), 1),
+        _decay(given.get("t2", shape.name == "pipemare"), shape.law),
+        _count("t3", "mini-batches to be trained synchronously first", given.get("t3"), 0) or 0,
+        _forecast(given.get("predict")),
     )
 
 
@@ -107,11 +109,11 @@ def _forecast(value: Any) -> str | None:
 
 
 def momentum_steps(optimizers: dict[int, torch.optim.Optimizer]) -> Foreseen:
-    """SpecTrain's forecast: the step that an optimizer's momentum would take."""
+    """Return SpecTrain's forecast: the step that an optimizer's momentum would take."""
     for optimizer in optimizers.values():
         if not all(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
             raise _no_momentum(optimizer, "none")
-        if any("ns_steps" in group for group in optimizer.param_groups):  # Muon's momentum is not the way it steps
+        if any("ns_steps" in group for group in optimizer.param_groups):  # Muon does not step along its momentum
             raise _no_momentum(optimizer, "one that it makes orthogonal first")
 
     def foreseen(stage: int, weights: list[nn.Parameter]) -> list[Tensor]:
@@ -126,7 +128,7 @@ def momentum_steps(optimizers: dict[int, torch.optim.Optimizer]) -> Foreseen:
 
 def _step(optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: nn.Parameter) -> Tensor:
     kept = optimizer.state.get(weight, {})
-    if not kept:  # it has had no gradient, or is not the optimizer's
+    if not kept:  # no gradient yet, or not one of the optimizer's parameters
         return torch.zeros_like(weight)
     if kept.get("momentum_buffer") is not None:
         return kept["momentum_buffer"] * -group["lr"]  # type: ignore[no-any-return]

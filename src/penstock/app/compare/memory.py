@@ -56,7 +56,7 @@ def version_bytes(weights: VersionedWeights) -> dict[int, int]:
     """Return the bytes of buffers beside the weights: older versions, forecasts, PipeMare's means and corrected
     weights."""
     return {
-        stage: sum(_sets(weights, one) * _bytes(one.versions.parameters) + _remedies(one) for one in held)
+        stage: sum(_sets(weights, one) * _bytes(one.versions.parameters) + _mitigation_bytes(one) for one in held)
         for stage, held in weights.held.items()
     }
 
@@ -69,7 +69,7 @@ def _sets(weights: VersionedWeights, held: Held) -> int:
     return len(versions.data) + len(versions.spare) - 1
 
 
-def _remedies(held: Held) -> int:
+def _mitigation_bytes(held: Held) -> int:
     drift = () if held.drift is None else (*held.drift.delta, *held.drift.spare)
     steps = () if held.steps is None else [tensor for step in held.steps.by_version.values() for tensor in step]
     return _bytes([*drift, *steps])

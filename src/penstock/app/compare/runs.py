@@ -85,7 +85,7 @@ def train_rank(task: Task, track: Track) -> RunResult:
     """Train as one of the ranks. Every rank returns the same result."""
     pipe = task.pipeline(verify=False)
     train(pipe, task, track)
-    parts = pipe.crew.world.gather(json.dumps(stage_bytes(pipe)).encode())
+    parts = pipe.ranks.world.gather(json.dumps(stage_bytes(pipe)).encode())
     stages = {int(at): stage for part in parts for at, stage in json.loads(part).items()}
     busy = _busy(pipe)
     pipe.close()
@@ -94,7 +94,7 @@ def train_rank(task: Task, track: Track) -> RunResult:
 
 def _busy(pipe: Pipeline) -> float | None:
     """Return the utilisation of the recorded steps, or of the last run without a flush."""
-    if pipe.crew.alone or pipe.clock is None or pipe.async_trainer is not None:
+    if pipe.ranks.alone or pipe.clock is None or pipe.async_trainer is not None:
         line = last_run(pipe)
         return None if line is None else utilisation(line)
     measured = pipe.measured()

@@ -65,12 +65,12 @@ def _locate_fault(values: dict[str, Any], options: dict[str, Any], error_of_all:
 def _schedule_refusal(values: dict[str, Any], options: dict[str, Any]) -> InputError | None:
     """Return the error for the schedule with these options; None if it is valid."""
     from penstock.training.schedule_choice import ScheduleChoice, read_schedule
-    from penstock.training.staleness import read_remedies
+    from penstock.training.staleness import read_mitigation
 
     named = (values["schedule"], values["stages"], values["microbatches"], values["chunks"])
     try:
         built = read_schedule(ScheduleChoice(*named, options), values["cuts"])
-        read_remedies(options, built.shape)
+        read_mitigation(options, built.shape)
     except InputError as error:
         return error
     return None

@@ -20,7 +20,7 @@ from penstock.model.batch import as_call, piece, rows_of, spans
 from penstock.models.gpt import GPT
 from penstock.training.optimizers import OPTIMIZERS, takes_names
 from penstock.training.pipeline import Pipeline
-from penstock.training.staleness import NAMES as REMEDIES
+from penstock.training.staleness import NAMES as MITIGATIONS
 
 USUAL_LENGTH = 64  # length of texts for a model without a length
 
@@ -155,9 +155,9 @@ class Task:
 
 
 def _schedule_options(section: PipelineSection) -> dict[str, Any]:
-    """Return the arguments that choose the schedule; a plan's file replaces all but remedies."""
+    """Return the arguments that choose the schedule; a plan's file replaces all but the staleness mitigation."""
     if section.plan is not None:
-        remedies = {name: value for name, value in section.options.items() if name in REMEDIES}
-        return {"plan": section.plan, **remedies}
+        mitigation = {name: value for name, value in section.options.items() if name in MITIGATIONS}
+        return {"plan": section.plan, **mitigation}
     names = ("stages", "schedule", "microbatches", "cuts", "chunks")
     return {name: getattr(section, name) for name in names} | section.options

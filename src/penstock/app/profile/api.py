@@ -22,7 +22,7 @@ from penstock.profiler.bench import Batch
 from penstock.profiler.measure import MeasuredProfile, MeasureOptions, measure
 from penstock.profiler.sampling import Peers, Show, no_progress
 from penstock.training.option_checks import autocast_of, check_loss, home_of
-from penstock.training.stage_optimizers import made
+from penstock.training.stage_optimizers import make_optimizer
 
 MOST_THREADS = 1024  # torch crashes where the system cannot start as many threads as it is set to
 LossFunction = Callable[[Any, Any], Any]
@@ -79,7 +79,7 @@ def measure_profile(
     batch = Batch(args, kwargs, rows, _BatchLoss(loss, target, rows), whole("microbatches", microbatches))
     options = MeasureOptions(
         Settings(device, seed, autocast=autocast_of(precision, device)),
-        None if optimizer is None else partial(made, optimizer),
+        None if optimizer is None else partial(make_optimizer, optimizer),
         whole("repetitions", repetitions),
         whole("threads", threads, most=MOST_THREADS),
         peers or Peers(),

@@ -26,7 +26,7 @@ from penstock.profiler.calibration import read_machine
 from penstock.profiler.devices import Machine
 from penstock.profiler.estimate import Estimate, estimate_profile
 from penstock.training.option_checks import autocast_of
-from penstock.training.stage_optimizers import made
+from penstock.training.stage_optimizers import make_optimizer
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -75,7 +75,7 @@ def estimate_of(
         return as_loss(result) if loss is None else read_loss(loss(result, target), rows)
 
     autocast = autocast_of(None if precision == "fp32" else precision, HOME)
-    make = None if optimizer is None else partial(made, optimizer)
+    make = None if optimizer is None else partial(make_optimizer, optimizer)
     return estimate_profile(model, Batch(args, kwargs, rows, finish), machine, Settings(HOME, autocast=autocast), make)
 
 

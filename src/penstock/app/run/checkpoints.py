@@ -50,12 +50,12 @@ class PeriodicCheckpoints:
             self.pipe.save(path)
         except InputError as error:  # the same on all ranks, whose state is unchanged
             self.failed.append(path)
-            if self.pipe.crew.world.rank == 0:
+            if self.pipe.ranks.world.rank == 0:
                 last = f"the last one is {self.last}" if self.last else "there is none of this run yet"
                 write_stderr(f"penstock: no checkpoint after step {self.due_at}: {error}; {last}\n")
         else:
             self.last = path
-            if self.keep is not None and self.pipe.crew.world.rank == 0:
+            if self.keep is not None and self.pipe.ranks.world.rank == 0:
                 remove_old(str(Path(path).parent), self.keep)
 
     def _due(self, done: int) -> bool:

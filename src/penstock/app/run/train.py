@@ -74,9 +74,9 @@ def run(task: Task, out: TextIO | None = None) -> Outcome:
             show(begun + len(losses), step.loss)
             kept.after(begun + len(losses))
             clock = perf_counter()
-    timed = pipe.clock is not None and pipe.async_trainer is None and not pipe.crew.alone
+    timed = pipe.clock is not None and pipe.async_trainer is None and not pipe.ranks.alone
     measured = pipe.measured() if timed and losses else None
-    whole = pipe.crew.world.gather(str(max(0, highest() - before)).encode())
+    whole = pipe.ranks.world.gather(str(max(0, highest() - before)).encode())
     return Outcome(
         losses,
         seconds,
@@ -115,10 +115,10 @@ def last_run(pipe: Pipeline) -> Timeline | None:
     """Return the timeline of the last run without a flush; None where all steps had one, or it was too long to record.
     Every rank has to call."""
     clock = pipe.clock
-    if clock is None or pipe.async_trainer is None or pipe.crew.alone:
+    if clock is None or pipe.async_trainer is None or pipe.ranks.alone:
         return None
     pipe.settle()
-    whole = pipe.crew.world.gather(b"whole" if clock.runs else b"")
+    whole = pipe.ranks.world.gather(b"whole" if clock.runs else b"")
     return pipe.timeline() if all(whole) else None
 
 

@@ -141,7 +141,7 @@ def compare(task: Task, steps: int) -> Verdict:
     _refuse_random(task, plain)
     recorder = Recorder(task.optimizer)
     pipe = task.pipeline(recorder.optimizer)
-    loss, own_stages = Distance(), {stage: StageDistance(stage) for stage in sorted({*pipe.crew.here})}
+    loss, own_stages = Distance(), {stage: StageDistance(stage) for stage in sorted({*pipe.ranks.here})}
     for inputs, target in task.batches(0, steps):
         loss_of_pipeline, plain_loss = pipe.step(inputs, target).loss, plain.step(inputs, target)
         loss.keep_worse(
@@ -152,7 +152,7 @@ def compare(task: Task, steps: int) -> Verdict:
             )
         )
         _compare_tensors(own_stages, pipe.split.owner, recorder, plain)
-    parts = pipe.crew.world.gather(json.dumps([stage.to_json() for stage in own_stages.values()]).encode())
+    parts = pipe.ranks.world.gather(json.dumps([stage.to_json() for stage in own_stages.values()]).encode())
     every = [StageDistance.from_json(stage) for part in parts for stage in json.loads(part)]
     return Verdict(steps, kind, TOLERANCE[kind], loss, sorted(every, key=lambda stage: stage.stage))
 

@@ -48,8 +48,8 @@ class CurrentWeights:
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """The mitigation of stale weights. `decay` is PipeMare's D (None: backward weights are not corrected). `ahead`:
+class Mitigation:
+    """Staleness mitigation. `decay` is PipeMare's D (None: backward weights are not corrected). `ahead`:
     forwards run on forecast weights. `foreseen` returns the steps of a forecast (None: the last step taken)."""
 
     decay: float | None = None
@@ -78,7 +78,7 @@ class VersionedWeights:
     endless: LoweredLoop
     own: dict[int, list[nn.Parameter]]
     ties: TiedWeights
-    remedy: Remedy = field(default_factory=Remedy)
+    mitigation: Mitigation = field(default_factory=Mitigation)
     observers: Observers = field(default_factory=Observers)
 
     def __post_init__(self) -> None:
@@ -196,7 +196,7 @@ class VersionedWeights:
     def _ahead(self, held: Held, microbatch: int, version: int) -> Key:
         """Return the version itself, or a forecast of the version to which the gradient will be applied."""
         gap = microbatch // self.endless.shape.microbatches - version
-        key = Key(version, gap if self.remedy.ahead else 0)
+        key = Key(version, gap if self.mitigation.ahead else 0)
         if key.ahead and held.steps is not None:
             steps = held.steps.of(version)
             if steps is None:
@@ -256,7 +256,7 @@ class VersionedWeights:
     def _before_update(self, held: Held, before: list[Tensor]) -> None:
         if held.drift is not None:
             held.drift.before_update(before)
-        if held.steps is not None and self.remedy.foreseen is None:
+        if held.steps is not None and self.mitigation.foreseen is None:
             held.steps.before_update(before)
 
     def _after_update(self, held: Held, after: list[Tensor], version: int | None = None) -> None:
@@ -265,18 +265,18 @@ class VersionedWeights:
             held.drift.after_update(after)
         if held.steps is None:
             return
-        if self.remedy.foreseen is None:
+        if self.mitigation.foreseen is None:
             held.steps.after_update(after, version)
         else:
-            held.steps.set_steps(self.remedy.foreseen(held.owner, held.versions.parameters), version)
+            held.steps.set_steps(self.mitigation.foreseen(held.owner, held.versions.parameters), version)
         held.steps.trim(self._oldest_of(held))
 
     def _watch_drift(self) -> None:
         for held in self.every():
             between = self.endless.delay(held.stage) - self.endless.delay(held.stage, Op.B)
-            if self.remedy.decay is not None and between > 0:
-                held.drift = Drift(held.versions.parameters, between, self.remedy.decay)
-            if self.remedy.ahead:
+            if self.mitigation.decay is not None and between > 0:
+                held.drift = Drift(held.versions.parameters, between, self.mitigation.decay)
+            if self.mitigation.ahead:
                 held.steps = Steps(held.versions.parameters)
 
     def every(self) -> Iterable[Held]:

@@ -1,4 +1,4 @@
-"""What of a pipeline is in a checkpoint, under the model's own names: one rank's share, and the way back.
+"""Contents of a checkpoint under the model's own names: one rank's share, and loading it again.
 
     model.<name>                a parameter or a buffer
     optimizer.<name>.<key>      a tensor that the optimizer keeps for a parameter
@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from penstock.errors import InputError
-from penstock.training.checkpoint.drift import drift_of, take_drift, wanted_drift
+from penstock.training.checkpoint.drift import drift_of, needed_drift, take_drift
 from penstock.training.checkpoint.files import Records
-from penstock.training.checkpoint.groups import before, fitting, scheduler_of, settings_of, told_groups
+from penstock.training.checkpoint.groups import before, fitting, group_facts, scheduler_of, settings_of
 from penstock.training.checkpoint.plain_values import random_states, read, set_random_states, written
 from penstock.training.model_state import buffers_of, homes, refuse_extra_state, tied_names
 from penstock.training.pipeline_parts import PipelineParts
@@ -30,20 +30,20 @@ Facts = dict[str, Any]
 
 
 def tensors_of(pipe: PipelineParts) -> Tensors:
-    """What this rank has to write."""
+    """Return the tensors that this rank writes."""
     refuse_extra_state(pipe.model)
-    home, rank, names = homes(pipe.crew, pipe.split), pipe.crew.world.rank, pipe.optimizers.names
-    found = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
-    found |= {f"model.{name}": buffer for name, buffer in buffers_of(pipe.model) if home[name] == rank}
+    home, rank, names = homes(pipe.ranks, pipe.split), pipe.ranks.world.rank, pipe.optimizers.names
+    tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+    tensors |= {f"model.{name}": buffer for name, buffer in buffers_of(pipe.model) if home[name] == rank}
     for name, key, value in _kept(pipe):
         if isinstance(value, torch.Tensor):
-            found[f"optimizer.{name}.{key}"] = value.detach()
-    found |= {f"gradients.{names[parameter]}": total for parameter, total in pipe.optimizers.sums.items()}
-    return found | drift_of(pipe)
+            tensors[f"optimizer.{name}.{key}"] = value.detach()
+    tensors |= {f"gradients.{names[parameter]}": total for parameter, total in pipe.optimizers.sums.items()}
+    return tensors | drift_of(pipe)
 
 
 def facts_of(pipe: PipelineParts) -> Facts:
-    """What this rank knows; `shared` is the same on all."""
+    """Return this rank's facts as plain values; `shared` is the same on all ranks."""
     optimizers, shape = pipe.optimizers, pipe.schedule.shape
     schedulers = optimizers.schedulers or [None] * len(optimizers.optimizers)
     kept: dict[str, dict[str, Any]] = {}
@@ -55,7 +55,7 @@ def facts_of(pipe: PipelineParts) -> Facts:
             "step": pipe.index,
             "layout": {
                 "stages": shape.stages,
-                "ranks": pipe.crew.world.size,
+                "ranks": pipe.ranks.world.size,
                 "schedule": shape.name,
                 "microbatches": pipe.microbatches,
             },
@@ -69,9 +69,9 @@ def facts_of(pipe: PipelineParts) -> Facts:
         },
         "kinds": _kinds(pipe),
         "groups": [
-            told
+            group
             for optimizer, scheduler in zip(optimizers.optimizers.values(), schedulers, strict=True)
-            for told in told_groups(optimizer, scheduler, optimizers.names)
+            for group in group_facts(optimizer, scheduler, optimizers.names)
         ],
         "kept": kept,
         "random": random_states(pipe.device),
@@ -79,7 +79,7 @@ def facts_of(pipe: PipelineParts) -> Facts:
 
 
 def merged(parts: list[Facts]) -> Facts:
-    """The facts of all ranks as one."""
+    """Return the facts of all ranks as one table."""
     return {
         **parts[0]["shared"],
         "optimizer": next((part["kinds"] for part in parts if part["kinds"] is not None), None),
@@ -90,7 +90,7 @@ def merged(parts: list[Facts]) -> Facts:
 
 
 class Loading:
-    """A checkpoint on its way into a pipeline. Nothing of the pipeline changes before `finish`."""
+    """Loads a checkpoint into a pipeline, which does not change before `finish`."""
 
     def __init__(self, pipe: PipelineParts, facts: Facts, records: Records) -> None:
         self.pipe, self.facts, self.records = pipe, facts, records
@@ -103,36 +103,36 @@ class Loading:
         self.schedulers: list[Any] = []
         self.before: list[Callable[[], None]] = []
 
-    def wanted(self) -> Records:
-        """What this rank has to read, when the checkpoint is known to fit."""
+    def needed(self) -> Records:
+        """Return the records that this rank reads; raise for a checkpoint that does not fit."""
         refuse_extra_state(self.pipe.model)
         _require_same_model(self.pipe.model, self.records)
         _require_same_kinds(_kinds(self.pipe), self.facts["optimizer"])
         names = [f"model.{name}" for name in (*self.parameters, *self.buffers)]
         owned = set(self.pipe.optimizers.names.values())
         if self.pipe.optimizers.make is not None:
-            names += [f"optimizer.{name}.{key}" for name in owned for key, told in self._kept(name) if not told]
+            names += [f"optimizer.{name}.{key}" for name in owned for key, plain in self._kept(name) if not plain]
             names += [f"gradients.{name}" for name in owned if f"gradients.{name}" in self.records]
-        return {name: self.records[name] for name in names} | wanted_drift(self.pipe, self.records)
+        return {name: self.records[name] for name in names} | needed_drift(self.pipe, self.records)
 
     def prepare(self, tensors: Tensors) -> None:
-        """Put together what the optimizers will be given."""
+        """Assemble the states that the optimizers and LR schedulers will load."""
         self.tensors = tensors
         parts = self.pipe.optimizers
         for at, optimizer in parts.optimizers.items():
-            found = fitting(optimizer, parts.names, self.facts["groups"])
+            groups = fitting(optimizer, parts.names, self.facts["groups"])
             order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             state = {place: self._state(parts.names[parameter]) for place, parameter in enumerate(order)}
             self.optimizers[at] = {
                 "state": {place: kept for place, kept in state.items() if kept},
-                "param_groups": settings_of(optimizer, found, self.same_torch),
+                "param_groups": settings_of(optimizer, groups, self.same_torch),
             }
             if parts.schedulers:
                 scheduler = parts.schedulers[len(self.schedulers)]
-                self.schedulers.append(scheduler_of(scheduler, found, self.same_torch))
+                self.schedulers.append(scheduler_of(scheduler, groups, self.same_torch))
 
     def take(self) -> None:
-        """What optimizers and LR schedulers look at for themselves, and may refuse: `undo` has them as before."""
+        """Load the states of optimizers and LR schedulers, which may refuse them; `undo` restores the old ones."""
         parts = self.pipe.optimizers
         self.before = [before(optimizer) for optimizer in parts.optimizers.values()]
         self.before += [before(scheduler) for scheduler in parts.schedulers]
@@ -147,10 +147,10 @@ class Loading:
             restore()
 
     def finish(self) -> None:
-        """The rest, of which nothing can be refused any more."""
+        """Load everything else, which cannot be refused any more."""
         with torch.no_grad():
-            for name, mine in (*self.parameters.items(), *self.buffers.items()):
-                mine.copy_(self.tensors[f"model.{name}"])
+            for name, tensor in (*self.parameters.items(), *self.buffers.items()):
+                tensor.copy_(self.tensors[f"model.{name}"])
         parts = self.pipe.optimizers
         if parts.make is not None:
             self._take_accumulated()
@@ -159,15 +159,19 @@ class Loading:
             same = self.facts["layout"]["schedule"] == self.pipe.schedule.shape.name
             self.pipe.async_trainer.updates.since = int(self.facts.get("since") or 0) if same else self.step
         self.pipe.index = self.step
-        rank = self.pipe.crew.world.rank
+        rank = self.pipe.ranks.world.rank
         set_random_states(self.random[rank if rank < len(self.random) else 0], self.pipe.device)
 
     def _take_accumulated(self) -> None:
-        parts, told = self.pipe.optimizers, self.facts["accumulated"]
+        parts, accumulated = self.pipe.optimizers, self.facts["accumulated"]
         before = 1.0 if self.facts["scale"] is None else float(self.facts["scale"])
         if parts.fp16 and self.facts["scale"] is not None:
             parts.scale, parts.good = before, int(self.facts["good"])
-        parts.weight, parts.steps, parts.unit = float(told["weight"]), int(told["steps"]), float(told["unit"])
+        parts.weight, parts.steps, parts.unit = (
+            float(accumulated["weight"]),
+            int(accumulated["steps"]),
+            float(accumulated["unit"]),
+        )
         sums = {parameter: self.tensors.get(f"gradients.{name}") for parameter, name in parts.names.items()}
         parts.sums = {
             parameter: total.to(self.pipe.device) * (parts.scale / before)
@@ -180,12 +184,12 @@ class Loading:
 
     def _state(self, name: str) -> dict[str, Any]:
         return {
-            key: read(told[0]) if told else self.tensors[f"optimizer.{name}.{key}"] for key, told in self._kept(name)
+            key: read(plain[0]) if plain else self.tensors[f"optimizer.{name}.{key}"] for key, plain in self._kept(name)
         }
 
 
 def _kept(pipe: PipelineParts) -> Iterator[tuple[str, str, Any]]:
-    """What the optimizers keep: the parameter's name, the key, the value."""
+    """Yield the state of the optimizers: a parameter's name, a key, and its value."""
     for optimizer in pipe.optimizers.optimizers.values():
         for parameter in pipe.optimizers.parameters:
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -193,7 +197,7 @@ def _kept(pipe: PipelineParts) -> Iterator[tuple[str, str, Any]]:
 
 
 def _kinds(pipe: PipelineParts) -> Facts | None:
-    """Which optimizer and which LR scheduler; None on a rank that has neither."""
+    """Return the class names of optimizer and LR scheduler, or None on a rank without them."""
     if not pipe.optimizers.optimizers:
         return None
     optimizer = next(iter(pipe.optimizers.optimizers.values()))
@@ -205,13 +209,13 @@ def _kinds(pipe: PipelineParts) -> Facts | None:
 
 
 def _require_same_model(model: nn.Module, records: Records) -> None:
-    """All names and shapes that differ, in one message."""
-    mine = {f"model.{name}": t for name, t in (*model.named_parameters(), *buffers_of(model))}
+    """Raise one error with all names and shapes that differ."""
+    ours = {f"model.{name}": t for name, t in (*model.named_parameters(), *buffers_of(model))}
     theirs = {name: record for name, record in records.items() if name.startswith("model.")}
-    faults = [f"missing {_short(name)}" for name in mine if name not in theirs]
-    faults += [f"unknown {_short(name)}" for name in theirs if name not in mine]
-    for name in mine.keys() & theirs.keys():
-        here, there = _form(mine[name].dtype, mine[name].shape), _form(theirs[name].dtype, theirs[name].shape)
+    faults = [f"missing {_short(name)}" for name in ours if name not in theirs]
+    faults += [f"unknown {_short(name)}" for name in theirs if name not in ours]
+    for name in ours.keys() & theirs.keys():
+        here, there = _form(ours[name].dtype, ours[name].shape), _form(theirs[name].dtype, theirs[name].shape)
         if here != there:
             faults.append(f"{_short(name)} of {there}, here {here}")
     if faults:
@@ -220,10 +224,10 @@ def _require_same_model(model: nn.Module, records: Records) -> None:
         )
 
 
-def _require_same_kinds(mine: Facts | None, theirs: Facts | None) -> None:
-    if mine is None or mine == theirs:
+def _require_same_kinds(ours: Facts | None, theirs: Facts | None) -> None:
+    if ours is None or ours == theirs:
         return  # without an optimizer a pipeline takes the weights alone
-    for what, name in mine.items():
+    for what, name in ours.items():
         other = None if theirs is None else theirs[what]
         if name != other:
             raise InputError(

@@ -1,10 +1,10 @@
-"""How the weights have moved, in a checkpoint: what remedies against stale weights know of the versions before.
+"""State of staleness mitigation in a checkpoint: how the weights have moved.
 
     drift.<stage>.<name>      PipeMare's running mean of a weight's steps, as that stage has it
     step.<stage>.<name>       the last step, from which forecasts are made
 
-Stages have their own means, of tied weights too. Where the stages are others than those that saved, a weight takes what
-some stage has saved of it; where nobody has, it begins anew.
+Stages have their own means, of tied weights too. Where the stages differ from those that saved, a weight takes the
+state that the nearest stage has saved; without any it starts from zero.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ Tensors = dict[str, torch.Tensor]
 
 
 def drift_of(pipe: PipelineParts) -> Tensors:
-    """What this rank has to write."""
-    found: Tensors = {}
+    """Return the tensors that this rank writes."""
+    tensors: Tensors = {}
     for held, names in _every(pipe):
         for kind, kept in (("drift", _means(held)), ("step", _last(held))):
-            found |= {f"{kind}.{held.stage}.{name}": tensor for name, tensor in zip(names, kept, strict=False)}
-    return found
+            tensors |= {f"{kind}.{held.stage}.{name}": tensor for name, tensor in zip(names, kept, strict=False)}
+    return tensors
 
 
-def wanted_drift(pipe: PipelineParts, records: Records) -> Records:
-    """What this rank has to read."""
-    known = _by_weight(records)
-    found = {}
+def needed_drift(pipe: PipelineParts, records: Records) -> Records:
+    """Return the records that this rank reads."""
+    saved = _by_weight(records)
+    needed = {}
     for held, names in _every(pipe):
-        kinds = [kind for kind, mine in (("drift", held.drift), ("step", held.steps)) if mine is not None]
-        for told in (_nearest(known, kind, held.stage, name) for kind in kinds for name in names):
-            if told is not None:
-                found[told] = records[told]
-    return found
+        kinds = [kind for kind, state in (("drift", held.drift), ("step", held.steps)) if state is not None]
+        for key in (_nearest(saved, kind, held.stage, name) for kind in kinds for name in names):
+            if key is not None:
+                needed[key] = records[key]
+    return needed
 
 
 def take_drift(pipe: PipelineParts, tensors: Tensors) -> None:
-    """Go on from what was read."""
-    known = _by_weight(tensors)
+    """Restore the state from the tensors that were read."""
+    saved = _by_weight(tensors)
     for held, names in _every(pipe):
         if held.drift is not None:
             for name, mean in zip(names, held.drift.delta, strict=True):
-                told = _nearest(known, "drift", held.stage, name)
-                mean.zero_() if told is None else mean.copy_(tensors[told])
+                key = _nearest(saved, "drift", held.stage, name)
+                mean.zero_() if key is None else mean.copy_(tensors[key])
             held.drift.forget()
         if held.steps is not None:
-            every = [_nearest(known, "step", held.stage, name) for name in names]
-            steps = [tensors[told].to(pipe.device) for told in every if told is not None]
+            keys = [_nearest(saved, "step", held.stage, name) for name in names]
+            steps = [tensors[key].to(pipe.device) for key in keys if key is not None]
             held.steps.resume(steps if len(steps) == len(names) else None)
 
 
 def _every(pipe: PipelineParts) -> Iterator[tuple[Held, list[str]]]:
-    """Weights that are watched, with the model's names for them."""
+    """Yield the versioned weights of each stage here, with the model's names for them."""
     if pipe.async_trainer is not None:
         names = {parameter: name for name, parameter in pipe.model.named_parameters()}
         for held in pipe.async_trainer.weights.every():
@@ -73,16 +73,16 @@ def _last(held: Held) -> list[torch.Tensor]:
 
 
 def _by_weight(names: Records | Tensors) -> dict[tuple[str, str], list[int]]:
-    """The stages that have saved something of a weight."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for told in names:
-        kind, _, rest = told.partition(".")
+    """Return the stages that have saved state of a weight, by kind and weight."""
+    stages: dict[tuple[str, str], list[int]] = {}
+    for key in names:
+        kind, _, rest = key.partition(".")
         stage, _, name = rest.partition(".")
         if kind in ("drift", "step") and stage.isdecimal():
-            found.setdefault((kind, name), []).append(int(stage))
-    return found
+            stages.setdefault((kind, name), []).append(int(stage))
+    return stages
 
 
-def _nearest(known: dict[tuple[str, str], list[int]], kind: str, stage: int, name: str) -> str | None:
-    stages = known.get((kind, name))
+def _nearest(saved: dict[tuple[str, str], list[int]], kind: str, stage: int, name: str) -> str | None:
+    stages = saved.get((kind, name))
     return f"{kind}.{min(stages, key=lambda other: (abs(other - stage), other))}.{name}" if stages else None

@@ -1,7 +1,7 @@
-"""The facts of a checkpoint, each looked at before anything of a pipeline changes: its type, its range, its names.
+"""Checks of a checkpoint's facts before a pipeline changes: types, ranges and names.
 
-A checksum tells that a file is as it was written, not that penstock wrote it. What is wrong here is a ValueError that
-names the fact.
+A checksum shows that a file is as it was written, not that penstock wrote it. A wrong fact is a ValueError that names
+it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Table = dict[str, Any]
 
 
 def require_facts(facts: Table, records: Table) -> None:
-    """Refuse facts that no save has written; `records` are those of the tensors, by name."""
-    known = {name.removeprefix("model.") for name in records if name.startswith("model.")}
+    """Raise for facts that no save has written; `records` are those of the tensors, by name."""
+    weights = {name.removeprefix("model.") for name in records if name.startswith("model.")}
     whole(facts["step"], "step")
     text(facts["torch"], "torch")
     layout = table(facts["layout"], "layout")
@@ -30,11 +30,11 @@ def require_facts(facts: Table, records: Table) -> None:
     if kinds is not None:
         text(kinds["optimizer"], "optimizer")
         _ = kinds["LR scheduler"] is None or text(kinds["LR scheduler"], "LR scheduler")
-    _require_groups(facts, known)
-    _require_kept(table(facts["kept"], "kept"), known, records)
+    _require_groups(facts, weights)
+    _require_kept(table(facts["kept"], "kept"), weights, records)
     for number, states in enumerate(several(facts["random"], "random", least=1)):
         require_random_states(plain_table(states, f"random states of rank {number}"))
-    _require_names(facts, known)
+    _require_names(facts, weights)
 
 
 def _require_training(facts: Table) -> None:
@@ -47,31 +47,33 @@ def _require_training(facts: Table) -> None:
     positive(sums["unit"], "accumulated unit")
 
 
-def _require_groups(facts: Table, known: set[str]) -> None:
-    met: set[str] = set()
+def _require_groups(facts: Table, weights: set[str]) -> None:
+    grouped: set[str] = set()
     for group in several(facts["groups"], "groups"):
         for name in several(group["parameters"], "a group's parameters", least=1):
-            if name not in known or name in met:
-                raise ValueError(f"a group with {name!r}, " + ("in another, too" if name in met else "no parameter"))
-            met.add(name)
+            if name not in weights or name in grouped:
+                raise ValueError(
+                    f"a group with {name!r}, " + ("in another, too" if name in grouped else "no parameter")
+                )
+            grouped.add(name)
         plain_table(group["settings"], "a group's settings")
         if (group["scheduler"] is None) != (facts["optimizer"]["LR scheduler"] is None):
             raise ValueError("an LR scheduler with a state for some groups alone")
         _ = group["scheduler"] is None or plain_table(group["scheduler"], "an LR scheduler's state")
 
 
-def _require_kept(kept: Table, known: set[str], records: Table) -> None:
-    """What optimizers keep: as tensors, which are there, or as plain values; a key is the one or the other for all."""
+def _require_kept(kept: Table, weights: set[str], records: Table) -> None:
+    """Check the state of optimizers: a key is a tensor or a plain value, the same for all parameters."""
     kinds: dict[str, type] = {}
     tensors = set()
     for name, keys in kept.items():
-        if name not in known:
+        if name not in weights:
             raise ValueError(f"a state of {name!r}, no parameter")
-        for key, told in table(keys, f"the state of {name}").items():
-            if several(told, f"{key} of {name}", most=1):
-                kind = type(read(told[0]))
+        for key, plain in table(keys, f"the state of {name}").items():
+            if several(plain, f"{key} of {name}", most=1):
+                kind = type(read(plain[0]))
                 if kinds.setdefault(key, kind) is not kind:
-                    raise ValueError(f"{key} of {name} as {told[0]!r}")
+                    raise ValueError(f"{key} of {name} as {plain[0]!r}")
             else:
                 tensors.add(f"optimizer.{name}.{key}")
     differing = tensors ^ {name for name in records if name.startswith("optimizer.")}
@@ -79,10 +81,10 @@ def _require_kept(kept: Table, known: set[str], records: Table) -> None:
         raise ValueError(f"a state of the optimizer in one of two places alone: {min(differing)}")
 
 
-def _require_names(facts: Table, known: set[str]) -> None:
-    """Facts for exports, which checkpoints of before do not have."""
+def _require_names(facts: Table, weights: set[str]) -> None:
+    """Check the facts for exports, which older checkpoints do not have."""
     for name, first in table(facts.get("tied", {}), "tied").items():
-        if first not in known or name in known:
+        if first not in weights or name in weights:
             raise ValueError(f"{name!r} tied to {first!r}")
     pretrained = facts.get("pretrained")
     if pretrained is not None:
@@ -92,30 +94,30 @@ def _require_names(facts: Table, known: set[str]) -> None:
                 raise ValueError(f"a file {name!r} of a model of transformers")
 
 
-def require_record(told: Table, sizes: dict[str, int]) -> Table:
-    """Where a tensor lies: inside its file, in as many bytes as it needs."""
-    shape = [whole(extent, "an extent") for extent in several(told["shape"], "a shape")]
-    offset, length = whole(told["offset"], "an offset"), whole(told["length"], "a length")
-    whole(told["crc"], "a checksum")
-    bare(told["file"])
-    if told["file"] not in sizes or offset + length > sizes[told["file"]]:
-        raise ValueError(f"a tensor at {offset} to {offset + length}, outside of {told['file']}")
-    if prod(shape) * dtype_of(told["dtype"]).itemsize > length:
+def require_record(record: Table, sizes: dict[str, int]) -> Table:
+    """Return a tensor's record if it lies inside its file and has enough bytes, else raise."""
+    shape = [whole(extent, "an extent") for extent in several(record["shape"], "a shape")]
+    offset, length = whole(record["offset"], "an offset"), whole(record["length"], "a length")
+    whole(record["crc"], "a checksum")
+    bare(record["file"])
+    if record["file"] not in sizes or offset + length > sizes[record["file"]]:
+        raise ValueError(f"a tensor at {offset} to {offset + length}, outside of {record['file']}")
+    if prod(shape) * dtype_of(record["dtype"]).itemsize > length:
         raise ValueError(f"a tensor of shape {shape} in {length} bytes")
-    return told
+    return record
 
 
 def bare(value: Any) -> str:
-    """The name of a file in the checkpoint itself."""
+    """Return the name of a file if it lies in the checkpoint itself, else raise."""
     if Path(text(value, "a file")).name != value:
         raise ValueError(f"a file outside the checkpoint, {value!r}")
     return str(value)
 
 
-def plain_table(told: Any, what: str) -> Table:
-    """A table of plain values, decoded; its keys are words."""
-    found = table(read(told), what)
-    return {text(key, f"a key of {what}"): value for key, value in found.items()}
+def plain_table(encoded: Any, what: str) -> Table:
+    """Return a decoded table of plain values, whose keys are texts."""
+    decoded = table(read(encoded), what)
+    return {text(key, f"a key of {what}"): value for key, value in decoded.items()}
 
 
 def whole(value: Any, what: str, least: int = 0) -> int:

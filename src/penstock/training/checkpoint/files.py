@@ -1,7 +1,7 @@
 """The files of a checkpoint: tensors through torch.distributed.checkpoint, all other facts in one JSON file.
 
 torch's own index of the tensors, `.metadata`, is written for other tools, and never read: it is a pickle, which could
-run code. Ours is in the JSON file, and has what torch's has not: a checksum of every tensor.
+run code. Our index is in the JSON file, with a checksum of every tensor.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from penstock.training.processes import raw
 
 INDEX = ".metadata"
 VERSION = 1
-# what values that nobody has written make Python, numpy and torch raise
+# the errors that Python, numpy and torch raise for values that no save has written
 WRONG = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
 
 
 @dataclass(frozen=True)
 class Record:
-    """Where one tensor lies: `crc` is of its values, row by row."""
+    """The place of one tensor; `crc` is the checksum of its values, row by row."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,9 +56,9 @@ class Record:
     crc: int
 
     @staticmethod
-    def read(told: dict[str, Any]) -> Record:
-        shape = tuple(told["shape"])
-        return Record(told["dtype"], shape, told["file"], told["offset"], told["length"], told["crc"])
+    def read(entry: dict[str, Any]) -> Record:
+        shape = tuple(entry["shape"])
+        return Record(entry["dtype"], shape, entry["file"], entry["offset"], entry["length"], entry["crc"])
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=dtype_of(self.dtype))
@@ -84,7 +84,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Reads by our records."""
+    """Reads tensors by our records."""
 
     def __init__(self, directory: Path, records: Records) -> None:
         super().__init__(directory)
@@ -95,7 +95,7 @@ class _Reader(FileSystemReader):
 
 
 def write_tensors(directory: Path, part: int, tensors: dict[str, torch.Tensor]) -> Records:
-    """One rank's tensors, into a file of its own in a directory that all share."""
+    """Write one rank's tensors into a file of its own in a directory that all ranks share."""
     if not directory.is_dir():
         raise FileNotFoundError(2, "no such directory on this host, and all hosts have to share it", str(directory))
     if not tensors:
@@ -113,7 +113,7 @@ def write_tensors(directory: Path, part: int, tensors: dict[str, torch.Tensor]) 
 
 
 def write_facts(directory: Path, facts: dict[str, Any], records: Records) -> None:
-    """After all tensors: the two indexes. Then everything is on the disk."""
+    """Write the two indexes, after all tensors, and sync everything to the disk."""
     sizes = {record.file: record.offset + record.length for record in _by_end(records)}
     _require_files(directory, sizes)
     metadata = _metadata(records)
@@ -133,19 +133,19 @@ def write_facts(directory: Path, facts: dict[str, Any], records: Records) -> Non
 
 
 def read_facts(directory: Path) -> tuple[dict[str, Any], Records]:
-    """Everything but the tensors; files that are missing or too short are found here."""
+    """Read everything but the tensors; raise for files that are missing or too short."""
     path = directory / FACTS
     require_checkpoint(directory)
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        facts = told["facts"]
-        if told["checksum"] != _checksum(facts):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        facts = content["facts"]
+        if content["checksum"] != _checksum(facts):
             raise ValueError("one whose checksum is another")
         if whole(facts["version"], "version") != VERSION:
             raise ValueError(f"version {facts['version']!r}")
         sizes = {bare(name): whole(size, "a file's size") for name, size in facts.pop("files").items()}
-        told = facts.pop("tensors").items()
-        records = {name: Record.read(require_record(record, sizes)) for name, record in told}
+        entries = facts.pop("tensors").items()
+        records = {name: Record.read(require_record(entry, sizes)) for name, entry in entries}
         require_facts(facts, records)
     except WRONG as error:
         raise _damaged(path, f"the facts of a checkpoint, version {VERSION}", error) from error
@@ -154,25 +154,27 @@ def read_facts(directory: Path) -> tuple[dict[str, Any], Records]:
 
 
 def read_tensors(directory: Path, records: Records) -> dict[str, torch.Tensor]:
-    """These tensors, in host memory, each compared with its checksum."""
-    found = {name: record.empty() for name, record in records.items()}
+    """Read tensors into host memory, each compared with its checksum."""
+    tensors = {name: record.empty() for name, record in records.items()}
     for file in sorted({record.file for record in records.values()}):
-        mine = {name: record for name, record in records.items() if record.file == file}
+        in_file = {name: record for name, record in records.items() if record.file == file}
         try:
             with _plainly():
-                load({name: found[name] for name in mine}, storage_reader=_Reader(directory, mine), no_dist=True)
+                load(
+                    {name: tensors[name] for name in in_file}, storage_reader=_Reader(directory, in_file), no_dist=True
+                )
         except Exception as error:
-            # In torch's own words it would come with advice to let the file run code.
+            # torch's own message advises to let the file run code.
             came = error if isinstance(error, OSError) else f"what torch does not read ({type(error).__name__})"
             raise _damaged(directory / file, "tensors that can be read", came) from None
-        for name, record in mine.items():
-            if zlib.crc32(raw(found[name])) != record.crc:
+        for name, record in in_file.items():
+            if zlib.crc32(raw(tensors[name])) != record.crc:
                 raise _damaged(directory / file, f"{name} as it was written", "other values: its checksum differs")
-    return found
+    return tensors
 
 
 def _metadata(records: Records) -> Metadata:
-    """torch's index."""
+    """Return torch's own index."""
     tensors, places = {}, {}
     for name, record in records.items():
         origin, size = torch.Size([0] * len(record.shape)), torch.Size(record.shape)
@@ -206,7 +208,7 @@ def _damaged(path: Path, expected: str, came: object) -> FormatError:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Around torch's calls: the error itself, not one that wraps it; and no warning that one process works alone."""
+    """Call torch inside: raise the original error instead of torch's wrapper, without its warning about one process."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -216,8 +218,8 @@ def _plainly() -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """A full disk makes torch's writer complain of a position; what the system said is behind it."""
-    behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, OSError):
-        behind = behind.__cause__ or behind.__context__
-    return error if behind is None else behind
+    """Return the system's error behind one of torch's: on a full disk torch reports a wrong position."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return error if cause is None else cause

@@ -18,17 +18,17 @@ GO_ON = 'go on from there with --resume auto (or resume = "auto"), or give train
 
 
 def steps_in(folder: str | Path) -> list[int]:
-    """The steps of the whole checkpoints in a folder, in order."""
-    found = []
+    """Return the steps of the complete checkpoints in a folder, in order."""
+    steps = []
     for facts in Path(folder).glob(NAME.format("*") + f"/{FACTS}"):
         number = facts.parent.name.removeprefix(NAME.format(""))
         if number.isdecimal():
-            found.append(int(number))
-    return sorted(found)
+            steps.append(int(number))
+    return sorted(steps)
 
 
 def resumed_from(resume: str | None, folder: str | None) -> str | None:
-    """The path of the checkpoint to go on from: for "auto" the newest in the run's own folder, None where none is."""
+    """Return the path of the checkpoint to resume: for "auto" the newest in the run's folder, None without any."""
     if resume != AUTO:
         return resume
     kept = steps_in(folder) if folder is not None else []
@@ -36,13 +36,15 @@ def resumed_from(resume: str | None, folder: str | None) -> str | None:
 
 
 def is_due(done: int, steps: int, every: int | None) -> bool:
-    """Whether a checkpoint is written after so many steps."""
+    """Return whether a checkpoint is written after so many steps."""
     return done == steps or (every is not None and done % every == 0)
 
 
 def refuse_early(training: dict[str, Any]) -> None:
-    """Refuse a run that has ended, or would write where something is. `training` is the section as the file has it;
-    what is wrong with it otherwise is said by whoever reads the whole config."""
+    """Raise for a run that has ended, or that would write to an existing path.
+
+    `training` is the section as the file has it; other faults in it are reported when the whole config is read.
+    """
     folder, steps, every = training.get("checkpoint"), training.get("steps"), training.get("checkpoint_every")
     resume = training.get("resume")
     if isinstance(resume, str) and resume != AUTO:
@@ -64,7 +66,7 @@ def refuse_early(training: dict[str, Any]) -> None:
 
 
 def require_checkpoint(path: str | Path) -> None:
-    """Refuse a path with nothing there, or with something else."""
+    """Raise for a path without a checkpoint."""
     file = Path(path).absolute() / FACTS
     if not file.is_file():
         came = "a directory without it" if file.parent.is_dir() else "nothing there"
@@ -78,7 +80,7 @@ def require_steps_left(begun: int, steps: int, path: str | None) -> None:
 
 
 def remove_old(folder: str | Path, keep: int) -> None:
-    """All but the newest of the whole checkpoints. One that is removed in part is none."""
+    """Remove all but the newest complete checkpoints; one removed in part no longer counts as one."""
     for step in steps_in(folder)[:-keep]:
         old = Path(folder) / NAME.format(step)
         (old / FACTS).unlink(missing_ok=True)

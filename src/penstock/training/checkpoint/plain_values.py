@@ -22,7 +22,7 @@ KIND = "kind"  # marks what is not a value of JSON's own
 
 
 def written(value: Any, where: str) -> Any:
-    """A value as JSON takes it; `where` names it in the message if it cannot be written."""
+    """Return a value as JSON; `where` names it in the error if it cannot be written."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic):
@@ -47,7 +47,7 @@ def written(value: Any, where: str) -> Any:
 
 
 def read(value: Any) -> Any:
-    """What was written. One of Python's or torch's own errors where it was not."""
+    """Decode a value that `written` has encoded; raise one of Python's or torch's own errors for others."""
     if isinstance(value, list):
         return [read(part) for part in value]
     if not isinstance(value, dict):
@@ -75,15 +75,15 @@ def _tensor(data: bytearray, shape: list[Any], dtype: torch.dtype) -> torch.Tens
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """A type of tensors by its name: float32."""
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
+    """Return a tensor type by its name, such as float32."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"a tensor of type {name!r}")
-    return found
+    return dtype
 
 
 def random_states(device: torch.device) -> Any:
-    """As JSON takes it."""
+    """Return the states of all random generators as JSON."""
     states: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
         "python": random.getstate(),
@@ -95,7 +95,7 @@ def random_states(device: torch.device) -> Any:
 
 
 def require_random_states(states: dict[str, Any]) -> None:
-    """Refuse states that a generator does not take: ones that nobody draws from are given them."""
+    """Raise for states that a generator does not take, tried on new generators."""
     torch.Generator().set_state(states["torch"])
     random.Random().setstate(states["python"])
     np.random.RandomState().set_state(states["numpy"])
@@ -103,8 +103,8 @@ def require_random_states(states: dict[str, Any]) -> None:
         torch.Generator("cuda").set_state(states["cuda"])
 
 
-def set_random_states(told: Any, device: torch.device) -> None:
-    states = read(told)
+def set_random_states(encoded: Any, device: torch.device) -> None:
+    states = read(encoded)
     torch.default_generator.set_state(states["torch"])
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])

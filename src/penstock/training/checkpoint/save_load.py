@@ -1,7 +1,7 @@
 """Save and load a pipeline's training state: any layout of stages loads what any other has saved.
 
-A checkpoint is written beside its path, synced, and renamed when it is whole; nothing is ever overwritten. Whether it
-went well is agreed by all ranks: either all have saved or loaded, or all raise the same error and can go on.
+A checkpoint is written beside its path, synced, and renamed when it is complete; nothing is ever overwritten. All ranks
+agree on the outcome: either all have saved or loaded, or all raise the same error and can go on.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ T = TypeVar("T")
 
 
 def save(pipe: PipelineParts, path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint to a path where nothing is yet. Every rank has to call, between two steps."""
-    final = same_path(pipe.crew, path)
-    write_new(pipe.crew, final, lambda directory: None, lambda directory: _written(pipe, directory), _end)
+    """Write a checkpoint to a new path. Every rank has to call, between two steps."""
+    final = same_path(pipe.ranks, path)
+    write_new(pipe.ranks, final, lambda directory: None, lambda directory: _written(pipe, directory), _end)
 
 
 def require_room(pipe: PipelineParts, folder: str, wanted: Callable[[str], bool]) -> None:
-    """Refuse a folder that nothing can be written to, or that has what a name is wanted for. Every rank has to call."""
-    place = same_path(pipe.crew, folder)
-    first = pipe.crew.world.rank == 0
-    together(pipe.crew, f"to write checkpoints to {place}", lambda: _try(place, wanted) if first else None)
+    """Raise for a folder that cannot be written to, or that has a wanted name already. Every rank has to call."""
+    place = same_path(pipe.ranks, folder)
+    first = pipe.ranks.world.rank == 0
+    together(pipe.ranks, f"to write checkpoints to {place}", lambda: _try(place, wanted) if first else None)
 
 
 def load(pipe: PipelineParts, path: str | os.PathLike[str]) -> None:
-    """Take up the training where a checkpoint was written. Every rank has to call, between two steps."""
-    crew = pipe.crew
-    directory = same_path(crew, path)
+    """Continue the training of a checkpoint. Every rank has to call, between two steps."""
+    ranks = pipe.ranks
+    directory = same_path(ranks, path)
     trying = f"to read the checkpoint {directory}"
-    found: list[Loading] = []
-    with patient(crew):
-        together(crew, trying, lambda: found.append(_read(pipe, directory)))
-        loading = found[0]
+    loadings: list[Loading] = []
+    with patient(ranks):
+        together(ranks, trying, lambda: loadings.append(_read(pipe, directory)))
+        loading = loadings[0]
         try:
-            together(crew, trying, lambda: _checked(directory, loading.take))
+            together(ranks, trying, lambda: _checked(directory, loading.take))
         except BaseException:
             loading.undo()
             raise
@@ -67,7 +67,7 @@ def load(pipe: PipelineParts, path: str | os.PathLike[str]) -> None:
 
 
 def _try(folder: Path, wanted: Callable[[str], bool]) -> None:
-    """As a save will: a directory in it."""
+    """Make a directory in a folder, as a save will, and remove it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
@@ -81,32 +81,32 @@ def _try(folder: Path, wanted: Callable[[str], bool]) -> None:
 
 
 def _written(pipe: PipelineParts, directory: Path) -> dict[str, Any]:
-    """One rank's part: what it has written, and what else it knows."""
+    """Write one rank's tensors; return their records and the rank's facts."""
     facts = facts_of(pipe)
-    records = write_tensors(directory, pipe.crew.world.rank, tensors_of(pipe))
+    records = write_tensors(directory, pipe.ranks.world.rank, tensors_of(pipe))
     return {"facts": facts, "records": {name: asdict(record) for name, record in records.items()}}
 
 
 def _end(directory: Path, parts: list[dict[str, Any]]) -> None:
-    """All ranks have written: the index."""
-    records = {name: Record.read(told) for part in parts for name, told in part["records"].items()}
+    """Write the index, after all ranks have written their tensors."""
+    records = {name: Record.read(record) for part in parts for name, record in part["records"].items()}
     write_facts(directory, merged([part["facts"] for part in parts]), records)
 
 
 def _read(pipe: PipelineParts, directory: Path) -> Loading:
-    """Everything that this rank needs, read and found to fit."""
+    """Read and check everything that this rank needs."""
     facts, records = read_facts(directory)
 
     def prepared() -> Loading:
         loading = Loading(pipe, facts, records)
-        loading.prepare(read_tensors(directory, loading.wanted()))
+        loading.prepare(read_tensors(directory, loading.needed()))
         return loading
 
     return _checked(directory, prepared)
 
 
 def _checked(directory: Path, act: Callable[[], T]) -> T:
-    """Whatever a pipeline's parts say of values that do not suit them is said of the checkpoint."""
+    """Raise errors of a pipeline's parts about values that do not fit as errors of the checkpoint."""
     try:
         return act()
     except InputError:

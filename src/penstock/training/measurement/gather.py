@@ -1,4 +1,4 @@
-"""The kept steps of all ranks in one place: their readings on rank 0's clock, and what they weighed."""
+"""Gather the kept steps of all ranks: their times on rank 0's clock, and their bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optim
 
 
 def gathered(pipe: PipelineParts) -> Measured:
-    """What was measured on all ranks. Every rank has to ask."""
+    """Return the measurements of all ranks. Every rank has to call."""
     world, clock, schedule = _world(pipe), pipe.clock, pipe.schedule
     if clock is None or not isinstance(schedule, Schedule):
         raise InputError(
@@ -59,7 +59,7 @@ def timeline_here(pipe: PipelineParts) -> Timeline:
 
 def gathered_run(pipe: PipelineParts) -> Timeline:
     """Return the last run of asynchronous training, from its fill to its drain, as it was measured. Every rank has to
-    ask."""
+    call."""
     loop, clock = pipe.schedule, pipe.clock
     assert isinstance(loop, Loop)
     if clock is None:
@@ -72,7 +72,7 @@ def gathered_run(pipe: PipelineParts) -> Timeline:
         )
     run = clock.runs[-1]
     readings = run.readings
-    if not pipe.crew.alone:
+    if not pipe.ranks.alone:
         readings = np.concatenate(_gathered_readings(_world(pipe), clock, readings), axis=-1)
     start, end = _since_first(readings)
     return Timeline(lower(loop.unroll(run.batches)), start, end, measured=True)
@@ -88,7 +88,7 @@ def _gathered_readings(world: World, clock: Clock, readings: Readings) -> list[R
 
 def _since_first(readings: Readings) -> tuple[FloatArray, FloatArray]:
     """Return begins and ends in seconds since the first begin."""
-    start, end = (readings - readings.min()) * 1e-9  # taken off while whole: floats of today's clocks would round
+    start, end = (readings - readings.min()) * 1e-9  # subtracted as integers, as floats of such clocks would round
     return start, end
 
 
@@ -101,13 +101,13 @@ def _not_kept() -> InputError:
 
 
 def _world(pipe: PipelineParts) -> World:
-    if pipe.clock is None or not isinstance(pipe.crew.world, World):
+    if pipe.clock is None or not isinstance(pipe.ranks.world, World):
         raise InputError(
             "a run on several processes whose timeline is kept",
             "one process, or timeline=False",
             "launch with torchrun, and leave timeline on; pipe.timeline() serves in one process, too",
         )
-    return pipe.crew.world
+    return pipe.ranks.world
 
 
 def _seconds(ranks: list[Readings], schedule: Schedule) -> tuple[FloatArray, FloatArray]:
@@ -124,20 +124,20 @@ def _seconds(ranks: list[Readings], schedule: Schedule) -> tuple[FloatArray, Flo
 
 
 def standing(pipe: PipelineParts) -> dict[int, dict[str, int]]:
-    """Bytes of what each stage here has all the time: weights and buffers, gradients, and its optimizer's state."""
-    homes, found = pipe.split.buffer_stages(), {}
+    """Return the bytes that each stage here has all the time: weights, buffers, gradients and optimizer state."""
+    homes, by_stage = pipe.split.buffer_stages(), {}
     for stage in pipe.stages:
         at = stage.index
         buffers = [b for name, b in pipe.model.named_buffers() if homes.get(name, 0) == at]
         optimizer = pipe.optimizers.optimizers.get(at)
         state = [] if optimizer is None else [v for one in optimizer.state.values() for v in one.values()]
-        found[at] = {
+        by_stage[at] = {
             "weights": bytes_of(stage.parameters),
             "buffers": bytes_of(buffers),
             "gradients": bytes_of([p for p in stage.parameters if p.requires_grad]),
             "optimizer": bytes_of(state),
         }
-    return found
+    return by_stage
 
 
 def _measured_bytes(pipe: PipelineParts) -> Json:

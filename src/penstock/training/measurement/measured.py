@@ -1,4 +1,4 @@
-"""Timelines of a run on workers: as it was measured, and as earlier steps of the same run predict it."""
+"""Timelines of a run on workers: measured, and predicted from earlier steps of the same run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.training.measurement.row_costs import Timed
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The most bytes of one rank: what the schedule holds of weighed tensors, and what the process had."""
+    """Peak memory of one rank in bytes: predicted from the schedule and measured tensors, and measured as a whole."""
 
     predicted: float
     measured: float
@@ -27,11 +27,11 @@ class RankMemory:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Start and end of every row, in seconds on one clock, of the steps that were kept: (steps, rows).
+    """Start and end of every row of the kept steps, in seconds on one clock: (steps, rows).
 
-    Before the update all ranks meet, to hear the loss and to clip: nobody is sure to get away before all have come. So
-    an update's row begins when the last rank has done its other rows. `first` is the number of the first step kept,
-    `recompute` says which stages run forwards again, `added` is what training took on each rank beside its weights.
+    Before the update all ranks exchange the loss and the norm, which may block until the last rank has come. So an
+    update's row begins when the last rank has done its other rows. `first` is the number of the first step kept,
+    `recompute` tells which stages run forwards again, `added` is the bytes of training on each rank beside its weights.
     """
 
     schedule: Schedule
@@ -43,9 +43,9 @@ class Measured:
     added: FloatArray
 
     def timeline(self, step: int = -1) -> Timeline:
-        """One of the kept steps, by default the last, from the moment when somebody begins to work on it.
+        """Return one of the kept steps, by default the last, from the moment when some rank begins to work on it.
 
-        Who has ended the step before waits for the next one already: that is no part of it.
+        The wait of ranks that have ended the step before is no part of it.
         """
         start, end = self.start[step], self.end[step]
         working = ~np.isin(self.schedule.rows.op, (Op.RECV_F, Op.RECV_B))
@@ -54,25 +54,24 @@ class Measured:
         return Timeline(self.schedule, *paired(self.schedule, start, end), measured=True)
 
     def predicted(self, steps: slice | None = None) -> Timeline:
-        """What the simulator makes of the times that stages and transfers took in some of the kept steps.
+        """Simulate the schedule with the times of stages and transfers in some of the kept steps.
 
-        By default in the usual ones before the last: the middle half of them by length, without the very first of the
-        run, which warms up.
+        By default those of the usual steps before the last: the middle half by length, without the first of the run.
         """
         every = np.arange(len(self.start))
-        wanted = self._usual(every[:-1]) if steps is None else every[steps]
-        if not len(wanted):
+        chosen = self._usual(every[:-1]) if steps is None else every[steps]
+        if not len(chosen):
             raise InputError("steps to predict from", "none before the last", "train at least two steps")
-        timed = Timed(self.schedule, self.start[wanted], self.end[wanted], self.recompute)
+        timed = Timed(self.schedule, self.start[chosen], self.end[chosen], self.recompute)
         return _met(simulate_costs(self.schedule, timed.costs(self.footprint)))
 
     def memory(self) -> list[RankMemory]:
-        """Of every rank, the most of all steps but the first; of that where it was the only one."""
+        """Return the peak of every rank over all steps but the first, or of the first where it was the only one."""
         memory = self.predicted(slice(None)).memory  # bytes follow from the order of rows, whatever their times
         assert memory is not None
         measured = memory.standing[MemoryKind.WEIGHTS] + self.added
         pairs = zip(memory.peak(self.schedule).tolist(), measured.tolist(), strict=True)
-        return [RankMemory(predicted, found) for predicted, found in pairs]
+        return [RankMemory(predicted, peak) for predicted, peak in pairs]
 
     def _usual(self, steps: LongArray) -> LongArray:
         steps = steps[1:] if self.first == 0 and len(steps) > 1 else steps
@@ -82,7 +81,7 @@ class Measured:
 
 
 def _met(line: Timeline) -> Timeline:
-    """Updates wait until all ranks have met, which no row of a schedule says."""
+    """Return a timeline whose updates wait for the last rank, which no row of a schedule expresses."""
     update, slot = line.schedule.rows.op == Op.UPDATE, line.schedule.slot_of_rows()
     done = np.zeros(line.schedule.shape.slots)
     np.maximum.at(done, slot[~update], line.end[~update])
@@ -91,7 +90,7 @@ def _met(line: Timeline) -> Timeline:
 
 
 def paired(schedule: Schedule, start: FloatArray, end: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Both rows of an overlapped pair span the whole of it."""
+    """Return times in which both rows of an overlapped pair span the whole pair."""
     pair = np.flatnonzero(schedule.rows.op == Op.FB)
     start, end = start.copy(), end.copy()
     start[pair + 1], end[pair] = start[pair], end[pair + 1]

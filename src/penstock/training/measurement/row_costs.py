@@ -1,10 +1,10 @@
-"""What stages and transfers cost, from rows that were timed.
+"""Costs of stages and transfers, from rows that were timed.
 
-A rank's own time is all accounted for: to a compute row are added the sends that follow it and the handling of the
-receives before it, because they hold the rank up too. Of a receive that had to wait, what lies between the end of the
-send and its own end, less the handling, is the latency of the link.
+All of a rank's own time is counted: a compute row includes the sends that follow it and the handling of the receives
+before it, because they occupy the rank too. Where a receive had to wait, the time from the end of the send to its own
+end, less the handling, is the latency of the link.
 
-All are means, not medians: rows differ (the first backward makes the gradients' memory), delays scatter to one side,
+All costs are means, not medians: rows differ (the first backward allocates the gradients), delays scatter to one side,
 and the seconds of a step are the sum of its rows, the slow ones included.
 """
 
@@ -49,16 +49,16 @@ class Timed:
         )
 
     def _by_stage(self, *ops: Op) -> FloatArray:
-        """Mean seconds of some operations' rows."""
-        wanted = np.isin(self.schedule.rows.op, [int(op) for op in ops])
-        stage, stages = self.schedule.rows.stage[wanted], self.schedule.shape.stages
-        total = np.bincount(stage, self._held[wanted], stages)
+        """Return the mean seconds of some operations' rows, by stage."""
+        chosen = np.isin(self.schedule.rows.op, [int(op) for op in ops])
+        stage, stages = self.schedule.rows.stage[chosen], self.schedule.shape.stages
+        total = np.bincount(stage, self._held[chosen], stages)
         mean: FloatArray = total / np.maximum(np.bincount(stage, minlength=stages), 1)
         return mean
 
     @cached_property
     def _held(self) -> FloatArray:
-        """Seconds for which each compute row holds its rank up, with the transfers around it."""
+        """Seconds for which each compute row occupies its rank, with the transfers around it."""
         seconds = (self.end - self.start).mean(axis=0)
         held = np.where(np.isin(self.schedule.rows.op, (Op.RECV_F, Op.RECV_B)), self._handling, seconds)
         op, first = self.schedule.rows.op.tolist(), set(self.schedule.starts.tolist())
@@ -86,15 +86,15 @@ class Timed:
         handling, latency = np.zeros(lanes), np.zeros(lanes)
         for place in np.ndindex(lanes):
             sends, receives = self._pairs.sends[place], self._pairs.receives[place]
-            known = sends >= 0
-            if known.any():
-                sent, begun = self.end[:, sends[known]].ravel(), self.start[:, receives[known]].ravel()
-                handling[place], latency[place] = _transfer(sent, begun, self.end[:, receives[known]].ravel())
+            used = sends >= 0
+            if used.any():
+                sent, begun = self.end[:, sends[used]].ravel(), self.start[:, receives[used]].ravel()
+                handling[place], latency[place] = _transfer(sent, begun, self.end[:, receives[used]].ravel())
         return handling, latency
 
     @property
     def _handling(self) -> FloatArray:
-        """By row: of a receive, the seconds that it takes when the message is there."""
+        """Seconds by row that a receive takes when its message has already arrived; 0 for other rows."""
         by_row, handling = np.zeros(len(self.schedule)), self._transfers[0]
         for (way, lane), seconds in np.ndenumerate(handling):
             receives = self._pairs.receives[way, lane]
@@ -108,9 +108,9 @@ class Timed:
 
 
 def _transfer(sent: FloatArray, begun: FloatArray, taken: FloatArray) -> tuple[float, float]:
-    """Handling and latency of a lane, from the ends of its sends, and the starts and ends of its receives."""
+    """Return handling and latency of a lane, from the ends of its sends and the starts and ends of its receives."""
     waited = begun < sent
     whole = float((taken - sent)[waited].mean()) if waited.any() else 0.0
-    there = begun >= sent + max(whole, 0.0)  # so long ago that it has surely arrived
+    there = begun >= sent + max(whole, 0.0)  # sent so long ago that it has arrived
     handling = float((taken - begun)[there].mean()) if there.any() else 0.0
     return handling, max(whole - handling, 0.0)

@@ -1,1 +1,1 @@
-"""Weights for other tools, and from them."""
+"""Import and export of weights, as safetensors files and transformers directories."""

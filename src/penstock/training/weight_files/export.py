@@ -22,41 +22,41 @@ from penstock.training.checkpoint.files import Records, read_facts, read_tensors
 from penstock.training.checkpoint.kept_steps import FACTS
 from penstock.training.model_state import homes, state_of
 from penstock.training.pipeline_parts import PipelineParts
-from penstock.training.processes import Crew
+from penstock.training.processes import Ranks
 from penstock.training.weight_files.safetensors import FILE, FILES, FileLayout, Form, pretrained_files
 
 SUFFIX = ".safetensors"
 
 
 def export(pipe: PipelineParts, path: str | os.PathLike[str]) -> None:
-    """Write the weights to a path where nothing is yet. Every rank has to call, between two steps."""
-    crew, rank = pipe.crew, pipe.crew.world.rank
-    final = same_path(crew, path)
+    """Write the weights to a new path. Every rank has to call, between two steps."""
+    ranks, rank = pipe.ranks, pipe.ranks.world.rank
+    final = same_path(ranks, path)
 
     def described() -> dict[str, Any]:
         require_nothing_at(final)
         beside = beside_weights(final, pretrained_files(pipe.model))
-        home = homes(crew, pipe.split)
-        mine.update({name: tensor for name, tensor in state_of(pipe.model).items() if home[name] == rank})
-        return {"forms": {name: asdict(Form.of(name, tensor)) for name, tensor in mine.items()}, "beside": beside}
+        home = homes(ranks, pipe.split)
+        tensors.update({name: tensor for name, tensor in state_of(pipe.model).items() if home[name] == rank})
+        return {"forms": {name: asdict(Form.of(name, tensor)) for name, tensor in tensors.items()}, "beside": beside}
 
-    mine: dict[str, Any] = {}
-    with patient(crew):
-        told = together(crew, f"to write {final}", described)
-        forms = {name: Form(**form) for part in told for name, form in part["forms"].items()}
+    tensors: dict[str, Any] = {}
+    with patient(ranks):
+        parts = together(ranks, f"to write {final}", described)
+        forms = {name: Form(**form) for part in parts for name, form in part["forms"].items()}
     layout = FileLayout(forms)
     write_new(
-        crew,
+        ranks,
         final,
         lambda directory: layout.begin(directory / FILE),
-        lambda directory: layout.write(directory / FILE, mine.items()),
-        lambda directory, _: write_beside(directory, told[0]["beside"]),
-        None if told[0]["beside"] else FILE,
+        lambda directory: layout.write(directory / FILE, tensors.items()),
+        lambda directory, _: write_beside(directory, parts[0]["beside"]),
+        None if parts[0]["beside"] else FILE,
     )
 
 
 def beside_weights(final: Path, pretrained: dict[str, str] | None) -> dict[str, str]:
-    """The files that go with the weights into a directory; none where a file of weights is asked for."""
+    """Return the files that go with the weights into a directory; none for a single file of weights."""
     if final.suffix == SUFFIX:
         return {}
     if pretrained is None:
@@ -73,11 +73,11 @@ def write_beside(directory: Path, files: dict[str, str]) -> None:
     sync(directory)
 
 
-WEIGHTS = "model."  # begins the names of a checkpoint's weights
+WEIGHTS = "model."  # prefix of the names of a checkpoint's weights
 
 
 def export_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint's weights to a path where nothing is yet: a safetensors file, or a transformers directory."""
+    """Write a checkpoint's weights to a new path: a safetensors file, or a transformers directory."""
     directory, final = Path(source).absolute(), Path(path).absolute()
     facts, records = read_facts(directory)
     if "tied" not in facts:
@@ -88,9 +88,9 @@ def export_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
     names = {name.removeprefix(WEIGHTS): name for name in records if name.startswith(WEIGHTS)}
     names |= {name: WEIGHTS + first for name, first in tied.items()}
     beside = beside_weights(final, facts["pretrained"])
-    layout = FileLayout({name: Form(records[told].dtype, records[told].shape) for name, told in names.items()})
+    layout = FileLayout({name: Form(records[key].dtype, records[key].shape) for name, key in names.items()})
     write_new(
-        Crew(Alone(), (0,), (1,)),
+        Ranks(Alone(), (0,), (1,)),
         final,
         lambda new: layout.begin(new / FILE),
         lambda new: layout.write(new / FILE, _tensors(directory, records, names)),
@@ -100,10 +100,10 @@ def export_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
 
 
 def _tensors(directory: Path, records: Records, names: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """One after the other, each read once."""
+    """Yield the tensors one after the other, each read once."""
     every: dict[str, list[str]] = {}
-    for name, told in names.items():
-        every.setdefault(told, []).append(name)
-    for told, same in every.items():
-        tensor = read_tensors(directory, {told: records[told]})[told]
+    for name, key in names.items():
+        every.setdefault(key, []).append(name)
+    for key, same in every.items():
+        tensor = read_tensors(directory, {key: records[key]})[key]
         yield from ((name, tensor) for name in same)

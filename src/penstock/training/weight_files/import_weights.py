@@ -1,7 +1,7 @@
 """Import weights into a pipeline from a safetensors file, or from a transformers directory.
 
-Each rank reads the tensors of its own stages. Every name of the file and of the model has to fit; of a tied weight one
-name is enough. Nothing changes before all ranks have read all that they need.
+Each rank reads the tensors of its own stages. Every name of the file and of the model has to fit; one name of a tied
+weight is enough. Nothing changes before all ranks have read everything that they need.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ Tensors = dict[str, torch.Tensor]
 
 
 def import_weights(pipe: PipelineParts, path: str | os.PathLike[str]) -> None:
-    """Take the weights from a path. Every rank has to call, between two steps."""
-    crew, found = pipe.crew, {}
-    file = same_path(crew, path)
-    with patient(crew):
-        together(crew, f"to read the weights {file}", lambda: found.update(_read(pipe.model, file)))
+    """Load the weights from a path. Every rank has to call, between two steps."""
+    ranks, tensors = pipe.ranks, dict[str, torch.Tensor]()
+    file = same_path(ranks, path)
+    with patient(ranks):
+        together(ranks, f"to read the weights {file}", lambda: tensors.update(_read(pipe.model, file)))
     state = state_of(pipe.model)
     with torch.no_grad():
-        for name, values in found.items():
+        for name, values in tensors.items():
             state[name].copy_(values)
 
 
 def _read(model: nn.Module, path: Path) -> Tensors:
-    """This rank's tensors by the model's names, a tied one by its first."""
+    """Read this rank's tensors, by the model's names; a tied one by its first."""
     weights, state, tied = Weights(path), state_of(model), tied_names(model)
     names: dict[str, list[str]] = {name: [] for name in state if name not in tied}
     for name in state:
         if name in weights.forms:
             names[tied.get(name, name)].append(name)
     _require_all(path, weights, state, names)
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name, given in names.items():
         if not state[name].is_meta:
-            found[name] = weights.read(given[0])
-            _require_equal(path, weights, found[name], given)
-    return found
+            tensors[name] = weights.read(given[0])
+            _require_equal(path, weights, tensors[name], given)
+    return tensors
 
 
 def _require_all(path: Path, weights: Weights, state: Tensors, names: dict[str, list[str]]) -> None:
-    """All that does not fit, in one message."""
+    """Raise one error with everything that does not fit."""
     faults = [f"missing {name}" for name, given in names.items() if not given]
     faults += [f"unknown {name}" for name in weights.forms if name not in state]
     for name in weights.forms.keys() & state.keys():
@@ -65,7 +65,7 @@ def _require_all(path: Path, weights: Weights, state: Tensors, names: dict[str, 
 
 
 def _require_equal(path: Path, weights: Weights, values: torch.Tensor, given: list[str]) -> None:
-    """A tied weight that is there under several names has to be the same under all of them."""
+    """Raise for a tied weight with different values under its names."""
     for name in given[1:]:
         other = weights.read(name)
         if other.dtype != values.dtype or raw(other) != raw(values):
@@ -74,7 +74,7 @@ def _require_equal(path: Path, weights: Weights, values: torch.Tensor, given: li
 
 
 def _keeps_all(there: str, here: str) -> bool:
-    """Whether every value of one type is one of the other."""
+    """Return whether every value of one type is a value of the other."""
     if there == here:
         return True
     try:

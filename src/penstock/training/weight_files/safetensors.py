@@ -45,7 +45,7 @@ class Form:
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> Form:
-        """Refuses what a safetensors file cannot hold."""
+        """Return the form of a tensor; raise for one that a safetensors file cannot hold."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in NAMES or tensor.layout is not torch.strided:
             came = dtype if dtype not in NAMES else f"a tensor of layout {tensor.layout}"
@@ -66,7 +66,7 @@ class Form:
 
 
 class FileLayout:
-    """Where every tensor of a new file lies, wider types first, so that each is aligned."""
+    """Places of all tensors in a new file, wider types first, so that each is aligned."""
 
     def __init__(self, forms: dict[str, Form]) -> None:
         self.at: dict[str, int] = {}
@@ -86,13 +86,13 @@ class FileLayout:
         self.size = len(self.head) + end
 
     def begin(self, path: Path) -> None:
-        """Make the file, of its full size: a disk that has no room for it says so now."""
+        """Make the file with its full size, so that a full disk is noticed now."""
         with path.open("xb") as file:
             file.write(self.head)
             file.flush()
             try:
                 os.posix_fallocate(file.fileno(), 0, self.size)
-            except (OSError, AttributeError) as error:  # of file systems and of systems that have no such call
+            except (OSError, AttributeError) as error:  # a file system or a system without this call
                 if isinstance(error, OSError) and error.errno not in _NO_SUCH_CALL:
                     raise
                 file.truncate(self.size)
@@ -113,7 +113,7 @@ class FileLayout:
 
 
 class Weights:
-    """The tensors of a file, or of the files in a transformers directory. Nothing is read but the headers."""
+    """The tensors of a file, or of the files in a transformers directory; only headers are read at first."""
 
     def __init__(self, path: Path) -> None:
         self.files: dict[Path, Any] = {}
@@ -123,13 +123,13 @@ class Weights:
             self._open(file, names)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor in memory of its own."""
+        """Read a tensor into memory of its own."""
         file = self.file_of[name]
         try:
-            found: torch.Tensor = self.files[file].get_tensor(name).clone()
+            tensor: torch.Tensor = self.files[file].get_tensor(name).clone()
         except SafetensorError as error:
             raise FormatError(str(file), f"{name} to be readable", error, AGAIN) from None
-        return found
+        return tensor
 
     def _open(self, file: Path, names: set[str] | None) -> None:
         if not file.is_file():
@@ -137,8 +137,8 @@ class Weights:
         try:
             opened: Any = safe_open(file, framework="pt", device="cpu")
             self.files[file] = opened
-            found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
-            forms = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in found.items()}
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+            forms = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
         except (SafetensorError, ValueError, OverflowError) as error:
             raise FormatError(str(file), "a safetensors file", error, AGAIN) from None
         for name in names or ():
@@ -154,27 +154,27 @@ _NO_SUCH_CALL = (22, 38, 95)  # EINVAL, ENOSYS, EOPNOTSUPP: Linux's and macOS's 
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
-    """The files to read; where there is an index, with the names that it says are in them."""
+    """Return the files to read, with the names of tensors that an index lists for each."""
     if not path.is_dir() or (path / FILE).is_file():
         return {path / FILE if path.is_dir() else path: None}
     index = path / INDEX
     if not index.is_file():
         came = f"a directory without {FILE} and {INDEX}"
         raise FormatError(str(path), "a safetensors file, or a directory with one", came, "check the path")
-    found: dict[Path, set[str] | None] = {}
+    files: dict[Path, set[str] | None] = {}
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         for name, file in places.items():
             if not isinstance(file, str) or Path(file).name != file:
                 raise ValueError(f"a file outside the directory, {file!r}")
-            names = found.setdefault(path / file, set())
+            names = files.setdefault(path / file, set())
             assert names is not None
             names.add(name)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise FormatError(
             str(index), "an index of safetensors files", f"{type(error).__name__}: {error}", AGAIN
         ) from None
-    return found
+    return files
 
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -182,7 +182,7 @@ FILES = (CONFIG, GENERATION)
 
 
 def pretrained_files(model: nn.Module) -> dict[str, str] | None:
-    """The files by name, as `save_pretrained` would write them; None for a model that is not transformers'."""
+    """Return files by name as `save_pretrained` writes them, or None for a model that is not transformers'."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
