@@ -2,12 +2,12 @@
 
     python -m benchmarks.reductions [--repetitions 9] [--ranks 2 4] [--sizes 1 16 64]
 
-One line a size and number of ranks: the time in which all ranks have the sum of one float32 tensor of so many MB, from
-a common start to the last one's end. gloo's is `torch.distributed.all_reduce`. The limit moves what the sum cannot do
-without at the speed of a plain copy in warm private memory, all ranks at once: a rank of n writes (n - 1) / n of its
-tensor for others to read, reads n shares of 1 / n, and writes the whole sum, as one copy of half of these bytes.
-Medians; repetitions interleaved in shuffled order; those in which other processes used the cores are made again, and
-where there was no quiet, that is said. One thread a process.
+One line a size and number of ranks: the time in which all ranks have the sum of one float32 tensor of so many MB, one
+sum after the other; a sample is from a common start to the last rank's end. gloo's is `torch.distributed.all_reduce`.
+The limit moves what a sum cannot do without, at the speed of plain copies, by all ranks at once: a rank of n writes
+(n - 1) / n of its tensor for others to read, reads n shares of 1 / n, and writes the whole sum; that is one copy of
+half of these bytes. Medians; repetitions interleaved in shuffled order; those in which other processes used the cores
+are made again, and where there was no quiet, that is said. One thread a process.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ class Reducing:
         self.from_here, self.to_there = (torch.zeros(int(bytes_moved) // 4) for _ in range(2))
         return good
 
-    def seconds(self, way, start):
-        """From the common start to this rank's end."""
+    def seconds(self, way, start, count):
+        """Of one of so many, from the common start to this rank's end."""
+        play = getattr(self, way)
         time.sleep(max(0.0, start - time.perf_counter()))
-        getattr(self, way)()
-        return time.perf_counter() - start
+        for _ in range(count):
+            play()
+        return (time.perf_counter() - start) / count
 
     def ours(self):
         self.reducer.start([self.tensor]).wait()
@@ -68,23 +70,22 @@ class Reducing:
         self.reducer.close()
 
 
-def sample(team, way):
+def sample(team, way, count):
     """Of all ranks."""
-    return max(team.ask("seconds", way, time.perf_counter() + LEAD))
+    return max(team.ask("seconds", way, time.perf_counter() + LEAD, count))
 
 
-def case(team, size, repetitions):
+def case(team, size, repetitions, seconds):
     """Medians by way, and the fewest quiet samples that one has."""
     assert all(team.ask("prepare", size))
     quiet = {way: [] for way in WAYS}
     loud = {way: [] for way in WAYS}
-    for way in WAYS:
-        sample(team, way)
+    counts = {way: int(seconds / min(sample(team, way, 3) for _ in range(3))) + 1 for way in WAYS}
     for _ in range(TRIES * repetitions):
         for way in random.sample(WAYS, len(WAYS)):
             if len(quiet[way]) < repetitions:
                 with quiet_sample() as heard:
-                    spent = sample(team, way)
+                    spent = sample(team, way, counts[way])
                 (quiet if heard.quiet else loud)[way].append(spent)
     return {way: statistics.median(quiet[way] or loud[way]) for way in WAYS}, min(map(len, quiet.values()))
 
@@ -92,18 +93,19 @@ def case(team, size, repetitions):
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--repetitions", type=int, default=9, help="quiet samples of each")
+    options.add_argument("--seconds", type=float, default=0.3, help="that a sample lasts")
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     options.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64], help="MB (2^20 bytes)")
     chosen = options.parse_args()
     for ranks in chosen.ranks:
         with Team(ranks, Reducing) as team:
             for size in chosen.sizes:
-                found, fewest = case(team, size, chosen.repetitions)
+                found, fewest = case(team, size, chosen.repetitions, chosen.seconds)
                 ours, gloo, limit = (found[way] * 1e3 for way in WAYS)
                 noise = "" if fewest == chosen.repetitions else f"   NOISY: {fewest} quiet samples"
                 print(
-                    f"{ranks} ranks   {size:3} MB   ours {ours:7.2f} ms   gloo {gloo:7.2f} ms   limit {limit:7.2f} ms   "
-                    f"gloo / ours {gloo / ours:.2f} (wanted {WANTED:.2f})   ours / limit {ours / limit:.2f}{noise}",
+                    f"{ranks} ranks  {size:3} MB   ours {ours:7.2f} ms   gloo {gloo:7.2f} ms   limit {limit:7.2f} ms  "
+                    f" gloo / ours {gloo / ours:.2f} (wanted {WANTED:.2f})   ours / limit {ours / limit:.2f}{noise}",
                     flush=True,
                 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -216,6 +217,21 @@ def failing(*_: object) -> None:
 def traffic(ranks: tuple[int, ...]) -> tuple[int, int]:
     own = reducer(ranks).traffic
     return own.shared, own.network
+
+
+def received(interface: str) -> int:
+    """Bytes that have come in by the interfaces whose names begin so, as the kernel counts them."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith(interface))
+
+
+def forbid_large_files(who: int) -> None:
+    if who == RANK:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+def wish(transports: dict[int, str]) -> None:
+    os.environ["PENSTOCK_TRANSPORT"] = transports[RANK]
 
 
 def kept(ranks: tuple[int, ...], count: int) -> dict[str, Any]:

@@ -31,12 +31,12 @@ class Flat:
     def read(self, start: int, stop: int, address: int) -> None:
         """Copy elements from the tensors to an address."""
         for own, offset, size in self._pieces(start, stop):
-            _copy(address + offset, own, size)
+            copy(address + offset, own, size)
 
     def write(self, start: int, stop: int, address: int) -> None:
         """Copy elements from an address into the tensors."""
         for own, offset, size in self._pieces(start, stop):
-            _copy(own, address + offset, size)
+            copy(own, address + offset, size)
 
     def view(self, start: int, stop: int) -> Tensor | None:
         """Elements as a view of the tensor that they are in; None where they are in several."""
@@ -55,7 +55,8 @@ class Flat:
             at, now = at + 1, then
 
 
-def _copy(target: int, source: int, size: int) -> None:
+def copy(target: int, source: int, size: int) -> None:
+    """Bytes from one address to another."""
     (_quick if size < SMALL else _slow)(target, source, size)
 
 

@@ -1,4 +1,11 @@
-"""Open the reducer of a group of ranks."""
+"""Open the reducer of a group of ranks, over what they can reach each other by.
+
+    one host          memory that they share
+    several hosts     shared memory within each, gloo between the first ranks of each
+    a GPU each        NCCL
+
+Where shared memory cannot be had, or PENSTOCK_TRANSPORT is gloo, each rank is taken for a host of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +16,22 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from penstock.comm.collectives import segment
+from penstock.comm.collectives.far import Far
 from penstock.comm.collectives.interface import Reducer, Traffic
 from penstock.comm.collectives.near import Near
 from penstock.comm.collectives.reducer import HostReducer
+from penstock.comm.collectives.rounds import Group
 from penstock.comm.collectives.worker import Worker
+from penstock.comm.transport.fallback import warn_slow
+from penstock.comm.transport.open import VARIABLE, wish_of
+from penstock.comm.transport.shared import mapping
+from penstock.comm.world.rendezvous import patiently
 from penstock.comm.world.world import World
 from penstock.errors import InputError
 
@@ -29,6 +43,7 @@ _opened: defaultdict[tuple[object, ...], Iterator[int]] = defaultdict(itertools.
 class Facts:
     """What a rank says of itself, for the group to decide by: the memory that it has to share, or why it has none."""
 
+    wish: str | None
     process: int
     file: int = -1
     mark: str = ""
@@ -40,9 +55,14 @@ def open_reducer(world: World, ranks: tuple[int, ...], device: torch.device) -> 
     _require_group(world, ranks)
     group = ranks, world.watch.renewal
     meeting = Meeting(world, ranks, PrefixStore(f"reduce/{group}/{next(_opened[group])}", world.store))
-    worker = Worker(world.rank, world.watch)
-    near = Near(ranks, _share(meeting), worker, Traffic())
-    return HostReducer(ranks, near, worker, meeting.at_fault)
+    hosts, segments = _share(meeting)
+    worker, traffic = Worker(world.rank, world.watch), Traffic()
+    leaders = tuple(host[0] for host in hosts.hosts)
+    far = None
+    if len(leaders) > 1 and world.rank in leaders:
+        store = PrefixStore("gloo", meeting.store)
+        far = patiently(lambda: Far(leaders, store, worker, traffic), partial(meeting.check, leaders))
+    return HostReducer(ranks, Near(hosts, segments, worker, traffic, far), worker, meeting.at_fault)
 
 
 class Meeting:
@@ -62,23 +82,72 @@ class Meeting:
                 time.sleep(NAP)
         return [self.store.get(key).decode() for key in keys.values()]
 
+    def check(self, ranks: tuple[int, ...], waited: float) -> None:
+        for rank in ranks:
+            self.world.watch.check(rank, waited)
+
     def at_fault(self, words: str) -> list[str]:
         return self.exchange("at fault", words)
 
 
-def _share(meeting: Meeting) -> list[segment.Segment]:
-    """The memory of all ranks of a host, in their order. Afterwards nobody can open it any more."""
+def _share(meeting: Meeting) -> tuple[Group, list[segment.Segment]]:
+    """The ranks by host, and the memory of those of this host. Afterwards nobody can open it any more."""
     world, ranks = meeting.world, meeting.ranks
-    own, file = segment.create(f"penstock-reduce-{world.rank}", len(ranks))
-    mine = Facts(os.getpid(), file, own.mark.hex())
-    facts = [Facts(**json.loads(said)) for said in meeting.exchange("memory", json.dumps(asdict(mine)))]
-    segments = [
-        own if rank == world.rank else segment.open_at(f.process, f.file, bytes.fromhex(f.mark), len(ranks))
-        for rank, f in zip(ranks, facts, strict=True)
-    ]
-    meeting.exchange("opened", "")
-    os.close(file)
-    return segments
+    by_host: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_host[world.hosts[rank]].append(rank)
+    near = by_host[world.hosts[world.rank]]
+    mine, own = _offer(world.rank, len(near))
+    facts = dict(zip(ranks, _facts(meeting, mine, len(by_host)), strict=True))
+    trouble = next((fact.trouble for fact in facts.values() if fact.trouble), "")
+    segments = []
+    try:
+        if not trouble and own is not None:
+            segments = [own if rank == world.rank else _opened_of(facts[rank], len(near)) for rank in near]
+    except OSError as error:
+        trouble = str(error)
+    troubles = [said for said in meeting.exchange("opened", trouble) if said]
+    if mine.file >= 0:
+        os.close(mine.file)
+    if not troubles:
+        return Group(tuple(map(tuple, by_host.values())), [*by_host].index(world.hosts[world.rank])), segments
+    if mine.wish != "gloo":
+        warn_slow(troubles[0], "between the ranks of this host that sum their gradients")
+    return Group(tuple((rank,) for rank in ranks), ranks.index(world.rank)), [segment.alone()]
+
+
+def _offer(rank: int, near: int) -> tuple[Facts, segment.Segment | None]:
+    wish, process = wish_of(None), os.getpid()
+    if near == 1:
+        return Facts(wish, process), segment.alone()
+    if wish == "gloo":
+        return Facts(wish, process, trouble="gloo is wanted"), None
+    if not (mapping.can_share_memory() and mapping.has_semaphores()):
+        return Facts(wish, process, trouble="a system without memory files and semaphores to share"), None
+    try:
+        own, file = segment.create(f"penstock-reduce-{rank}", near)
+    except OSError as error:
+        return Facts(wish, process, trouble=str(error)), None
+    return Facts(wish, process, file, own.mark.hex()), own
+
+
+def _facts(meeting: Meeting, mine: Facts, hosts: int) -> list[Facts]:
+    facts = [Facts(**json.loads(said)) for said in meeting.exchange("facts", json.dumps(asdict(mine)))]
+    for rank, fact in zip(meeting.ranks, facts, strict=True):
+        if fact.wish != facts[0].wish:
+            raise InputError(
+                f"the same {VARIABLE} on every rank",
+                f"{facts[0].wish} on rank {meeting.ranks[0]} and {fact.wish} on rank {rank}",
+                "set it alike on every rank, or leave it out",
+            )
+    if mine.wish == "shared" and hosts > 1:
+        came = f"ranks {', '.join(map(str, meeting.ranks))} on {hosts} hosts"
+        raise InputError(f"replicas on one host for {VARIABLE}=shared", came, "leave it out")
+    return facts
+
+
+def _opened_of(fact: Facts, near: int) -> segment.Segment:
+    return segment.open_at(fact.process, fact.file, bytes.fromhex(fact.mark), near)
 
 
 def _require_group(world: World, ranks: tuple[int, ...]) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from penstock.comm.collectives import prepare, rounds
 from penstock.comm.collectives.flat import Flat
-from penstock.comm.collectives.near import Job, Kind, Near, Unlike
+from penstock.comm.collectives.job import Job, Kind, Unlike
+from penstock.comm.collectives.near import Near
 from penstock.comm.collectives.segment import BUCKET
 from penstock.comm.collectives.worker import Task, Worker
 from penstock.errors import PenstockError
@@ -55,6 +56,7 @@ class HostReducer:
         if self._open and os.getpid() == self._process:
             self._open = False
             self._worker.stop()
+            self._near.close()
 
     def _submit(self, work: Callable[[], list[Tensor]]) -> Task:
         if not self._open or os.getpid() != self._process:
@@ -69,7 +71,7 @@ class HostReducer:
         sums = prepare.separate(tensors)
         for dtype in dict.fromkeys(tensor.dtype for tensor in sums) or [torch.uint8]:
             flat = Flat([tensor for tensor in sums if tensor.dtype == dtype])
-            cut = rounds.even(flat.end, BUCKET // dtype.itemsize, len(self._near.ranks))
+            cut = rounds.even(self._near.group, flat.end, BUCKET // dtype.itemsize)
             self._run(words, Kind.REDUCE, dtype, flat, flat, cut)
         for tensor in sums:
             _written(tensor)
@@ -81,7 +83,7 @@ class HostReducer:
         start, stop = bounds[self._me : self._me + 2]
         part = torch.empty(stop - start, dtype=flat.dtype, device="cpu")
         (dense,) = prepare.separate([flat])
-        cut = rounds.by_part(bounds, BUCKET // flat.itemsize)
+        cut = rounds.by_part(self._near.group, bounds, BUCKET // flat.itemsize)
         self._run(words, Kind.SCATTER, flat.dtype, Flat([dense]), Flat([part], start), cut)
         return [part]
 
@@ -89,7 +91,10 @@ class HostReducer:
     def _gather(self, part: Tensor, out: Tensor, bounds: list[int]) -> list[Tensor]:
         words = [f"all-gather by {bounds}", *prepare.in_words([out])]
         (dense,) = prepare.separate([part])
-        source, cut = Flat([dense], bounds[self._me]), rounds.by_part(bounds, BUCKET // out.itemsize)
+        source, cut = (
+            Flat([dense], bounds[self._me]),
+            rounds.by_part(self._near.group, bounds, BUCKET // out.itemsize),
+        )
         self._run(words, Kind.GATHER, out.dtype, source, Flat([out]), cut)
         _written(out)
         return [out]

@@ -9,6 +9,7 @@ the others open it through /proc, and when the last process that has it mapped e
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import secrets
@@ -34,22 +35,21 @@ class Event(IntEnum):
     WRITTEN = 0  # what the others need of my tensors is in my slot
     ADDED = 1  # my share of the sum is in my slot
     TAKEN = 2  # I need nothing more of your slot
+    SPREAD = 3  # the sum over all hosts is in my slot
 
 
 class Segment:
     """Of one rank of a host, as that rank or another sees it. `count`: ranks of the group on this host."""
 
-    def __init__(self, file: int, count: int, mark: bytes | None = None) -> None:
+    def __init__(self, piece: memoryview, count: int, mark: bytes | None = None) -> None:
         """With a mark, this rank creates."""
-        head = -(-_LINE * (1 + len(Event) * count) // _PAGE) * _PAGE
-        size = head + SLOTS * (DIGEST + BUCKET)
-        if mark is not None:
-            mapping.allocate(file, 0, size)
-        self._piece = piece = mapping.map_piece(file, 0, size)
+        head = _head(count)
+        self._piece = piece
         if mark is not None:
             piece[:_MARK] = mark
         self.mark = bytes(piece[:_MARK])
-        rooms = [piece[_LINE * at :][: mapping.BYTES] for at in range(1, 1 + len(Event) * count)]
+        waits = len(Event) * count if count > 1 else 0
+        rooms = [piece[_LINE * at :][: mapping.BYTES] for at in range(1, 1 + waits)]
         semaphores = [Semaphore(room, create=mark is not None) for room in rooms]
         self.semaphores = [semaphores[event * count : (event + 1) * count] for event in Event]
         self._places = [head + slot * (DIGEST + BUCKET) + DIGEST for slot in range(SLOTS)]
@@ -70,11 +70,17 @@ class Segment:
         return self._tensors[slot, dtype]
 
 
+def alone() -> Segment:
+    """That of the only rank of the group on its host."""
+    return Segment(memoryview((ctypes.c_char * _size(1))()).cast("B"), 1, bytes(_MARK))
+
+
 def create(name: str, count: int) -> tuple[Segment, int]:
     """This rank's, and its file, to be closed when the others have opened it. OSError where there is no memory."""
-    file = mapping.create(name)
+    file, size = mapping.create(name), _size(count)
     try:
-        return Segment(file, count, secrets.token_bytes(_MARK)), file
+        mapping.allocate(file, 0, size)
+        return Segment(mapping.map_piece(file, 0, size), count, secrets.token_bytes(_MARK)), file
     except OSError:
         os.close(file)
         raise
@@ -84,9 +90,18 @@ def open_at(process: int, number: int, mark: bytes, count: int) -> Segment:
     """That of another process, by the number its file has there. OSError where the kernel does not allow it."""
     file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        segment = Segment(file, count)
+        segment = Segment(mapping.map_piece(file, 0, _size(count)), count)
     finally:
         os.close(file)
     if segment.mark != mark:
         raise OSError(errno.ESTALE, f"process {process} has other memory there than that of the group")
     return segment
+
+
+def _head(count: int) -> int:
+    """Bytes before the first slot."""
+    return -(-_LINE * (1 + len(Event) * count) // _PAGE) * _PAGE
+
+
+def _size(count: int) -> int:
+    return _head(count) + SLOTS * (DIGEST + BUCKET)

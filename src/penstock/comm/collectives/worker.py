@@ -44,13 +44,14 @@ class Worker:
         self._tasks.put((work, task))
         return task
 
-    def wait(self, peer: int, over: Callable[[float], bool]) -> None:
+    def wait(self, peers: tuple[int, ...], over: Callable[[float], bool]) -> None:
         """Called in the thread: until `over`, which waits for some seconds itself. Raises if a rank has failed."""
-        self.waits_for = peer
+        self.waits_for = peers[0]
         while not over(PIECE):
             if self._stopping:
                 raise Stopped
-            self.watch.check(peer, 0.0)  # how long is too long counts for who waits for the result
+            for peer in peers:
+                self.watch.check(peer, 0.0)  # how long is too long counts for who waits for the result
         self.waits_for = None
         self.progress += 1
 
