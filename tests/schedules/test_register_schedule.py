@@ -9,7 +9,7 @@ from torch import nn
 import penstock
 from penstock import InputError
 from penstock.planners.search import space
-from penstock.schedules import registry
+from penstock.schedules.registry import METHODS
 
 torch.set_num_threads(1)
 
@@ -27,10 +27,13 @@ def waves(request: penstock.ScheduleRequest) -> penstock.Schedule:
 
 
 @pytest.fixture(autouse=True)
-def _registered(monkeypatch):
-    monkeypatch.setattr(registry, "METHODS", dict(registry.METHODS))
-    monkeypatch.setattr(space, "_registered", {})
+def _registered():
+    before = dict(METHODS)
     penstock.register_schedule("waves", summary="waves", options={"size": "micro-batches of a wave"})(waves)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+    space._registered.clear()
 
 
 def net() -> nn.Sequential:
