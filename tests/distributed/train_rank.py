@@ -61,7 +61,7 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
 def meetings(pipe: penstock.Pipeline) -> int:
     """Of all ranks so far."""
     watch = getattr(pipe.ranks.world, "watch", None)
-    return 0 if watch is None else int(watch.status_page.page[PageField.COLLECTIVES])
+    return 0 if watch is None else int(watch.status_page.fields[PageField.COLLECTIVES])
 
 
 def main(asked: dict[str, Any]) -> None:
