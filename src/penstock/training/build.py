@@ -38,6 +38,7 @@ from penstock.training.options import PipelineOptions
 from penstock.training.plan_options import Planned
 from penstock.training.processes import Ranks, join_ranks, require_agreement, require_same_model, same_weights
 from penstock.training.schedule_choice import ScheduleChoice
+from penstock.training.sharded_state import require_elementwise
 from penstock.training.split_check import compare_with_whole
 from penstock.training.stage_optimizers import Optimizers
 
@@ -140,12 +141,17 @@ def _joined(
     groups = tie_groups((named[name], users) for name, users in tied.items())
     ties = TiedWeights(groups, set(ranks.here), lanes, ranks.replicas, ranks.replica)
     owned = {at: split.parameters(at) for at in ranks.here}
+    tied_weights = {named[name] for name in tied}
+    sums = None if rows is None else open_sums(ranks, stages, device, tied_weights, owned, options.shard)
+    stepped = owned if sums is None or sums.sharded is None else owned | sums.sharded.owned
     optimizers = Optimizers(
-        owned, options.optimizer, options.lr_scheduler, options.clip, options.accumulate, options.precision == "fp16"
+        stepped, options.optimizer, options.lr_scheduler, options.clip, options.accumulate, options.precision == "fp16"
     )
     observers = Observers()
     first = {stage.index: stage for stage in reversed(stages)}
-    sums = None if rows is None else open_sums(ranks, stages, device)
+    optimizers.sharded = None if sums is None else sums.sharded
+    for optimizer in optimizers.optimizers.values() if options.shard else ():
+        require_elementwise(optimizer)
     flush = FlushUpdates(optimizers, first, ties, ranks.world, observers, sums)
     # Last, when nothing is left to refuse: from here on weights may move.
     swap = Swap([used[at] if Offload.WEIGHTS in settings[at].offload else [] for at in range(split.pieces)], device)

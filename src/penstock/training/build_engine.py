@@ -106,6 +106,8 @@ def choose(choice: ScheduleChoice, options: PipelineOptions, cuts: Sequence[str]
     built = read_schedule(choice, cuts)
     if choice.plan is not None:
         choice.plan.require_fit(built.shape)
+    if options.shard is not None:
+        _require_for_sharding(built, options)
     if isinstance(built, Loop):
         _require_for_streaming(options)
     return Chosen(choice, built, read_mitigation(choice.options, built.shape))
@@ -260,6 +262,21 @@ def _require_own_weights(context: EngineContext) -> None:
             "predict='spectrain' for weights that one stage uses alone",
             f"{context.names[context.ties.groups[0].parameters[0]]}, which stages of different processes share",
             "use predict='xpipe'",
+        )
+
+
+def _require_for_sharding(built: Schedule | Loop, options: PipelineOptions) -> None:
+    """Refuse to divide state where nothing can be divided, or the result would not be that of one process."""
+    expected = f"shard={options.shard!r} with "
+    if isinstance(built, Loop):
+        raise InputError(expected + "a synchronous schedule", built.shape.name, "choose one, or leave shard out")
+    if max(built.shape.replicas) == 1:
+        raise InputError(expected + "stages of several replicas", "one replica each", "give replicas=, or leave it out")
+    if options.optimizer is None:
+        raise InputError(expected + "an optimizer, whose state is divided", "none", "give optimizer=")
+    if Offload.WEIGHTS in Offload.read(options.offload):
+        raise InputError(
+            expected + "weights that stay on their device", f"offload={options.offload!r}", "leave one out"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.comm.collectives.open import open_reducer
 from penstock.comm.transport.interface import LaneName, Lanes, lane_names
@@ -20,6 +21,7 @@ from penstock.model.split import Split
 from penstock.model.stage import Stage
 from penstock.training.processes import Ranks
 from penstock.training.replicas import ReplicaSums
+from penstock.training.sharded_state import Shard, ShardedState
 
 
 def divided_rows(
@@ -39,18 +41,27 @@ def divided_rows(
     return ReplicaRows(counts, row_dimensions(split, args, kwargs, device))
 
 
-def open_sums(ranks: Ranks, stages: Sequence[Stage], device: torch.device) -> ReplicaSums:
-    """Return what adds gradients over replicas. The stages of one rank have one way to their other replicas."""
+def open_sums(
+    ranks: Ranks,
+    stages: Sequence[Stage],
+    device: torch.device,
+    tied: set[nn.Parameter],
+    owned: dict[int, dict[str, nn.Parameter]],
+    shard: str | None,
+) -> ReplicaSums:
+    """Return what adds gradients over replicas, and divides their state. The stages of one rank have one way to their
+    other replicas."""
     by_place = {(stage.index, stage.replica): stage for stage in stages}
     world = ranks.world
     if not isinstance(world, World):
-        return ReplicaSums(by_place, ranks.replicas)
+        return ReplicaSums(by_place, ranks.replicas, tied)
     first = ranks.placement[ranks.here[0]]
     group = tuple(range(first, first + ranks.replicas[ranks.here[0]]))
     if len(group) == 1:
-        return ReplicaSums(by_place, ranks.replicas)
+        return ReplicaSums(by_place, ranks.replicas, tied)
     reducer = open_reducer(world, group, device)
-    return ReplicaSums(by_place, ranks.replicas, dict.fromkeys(ranks.here, reducer))
+    sharded = None if shard is None else ShardedState(Shard(shard), reducer, ranks.replica, owned)
+    return ReplicaSums(by_place, ranks.replicas, tied, dict.fromkeys(ranks.here, reducer), sharded)
 
 
 class LocalLanes(Lanes):

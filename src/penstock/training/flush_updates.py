@@ -48,6 +48,7 @@ class FlushUpdates:
     ) -> None:
         self.optimizers, self.stages, self.ties, self.world = optimizers, stages, ties, world
         self.observers, self.sums = observers, sums
+        self.sharded = None if sums is None else sums.sharded
         self.fresh: Gradients = {}  # of this step
         self.ready: Gradients = {}  # agreed upon, for the update rows
         self.usable = False  # whether the update rows shall step
@@ -85,10 +86,12 @@ class FlushUpdates:
             yield
             self.fresh = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
             if self.sums is not None:
-                self.fresh |= self.sums.finish({p for group in self.ties.groups for p in group.parameters})
+                self.fresh |= self.sums.finish()
             for parameter, tied in self._tied().items():
                 own = self.fresh.get(parameter)  # of a loss that reads the weight itself, to keep it small
                 self.fresh[parameter] = tied if own is None else tied + own
+            if self.sharded is not None:
+                self.fresh = self.sharded.sliced(self.fresh)
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 _set_grad(parameter, gradient)
@@ -139,6 +142,8 @@ class FlushUpdates:
         for notify in self.observers.update_begins:
             notify(at)
         self.optimizers.step(at, self.ready)
+        if self.sharded is not None and at in self.sharded.owned:
+            self.sharded.gather(at)
         for notify in self.observers.update_ends:
             notify(at)
         self.left.discard(at)
@@ -188,6 +193,8 @@ class FlushUpdates:
     def _divided(self) -> Gradients:
         """Return the sums divided by their weight, with what `.grad` holds added."""
         optimizers = self.optimizers
+        if self.sharded is not None:
+            self.sharded.take_own_gradients()
         gradients, weight = optimizers.sums, optimizers.weight * optimizers.scale / optimizers.unit
         optimizers.sums, optimizers.weight, optimizers.steps = {}, 0.0, 0
         if gradients and weight != 1:
@@ -205,10 +212,16 @@ class FlushUpdates:
         if clip is None and not self.optimizers.fp16:
             return None
         values = [values_of(gradients, parameter) for parameter in gradients]
-        norm = self._total_norm([self.optimizers.names[parameter] for parameter in gradients], values)
+        norm = self._total_norm([self._norm_name(parameter) for parameter in gradients], values)
         if clip is not None and values and isfinite(norm):
             torch._foreach_mul_(values, min(1.0, clip / (norm + 1e-6)))
         return norm
+
+    def _norm_name(self, parameter: nn.Parameter) -> str:
+        """Return the name that a gradient's norm is counted under: once for all replicas, once for each shard."""
+        name = self.optimizers.names[parameter]
+        sharded = self.sharded is not None and parameter in self.sharded.whole
+        return f"{name} {self.sharded.replica}" if sharded and self.sharded is not None else name
 
     def _total_norm(self, names: list[str], values: list[torch.Tensor]) -> float:
         """Return the norm over all ranks: each tensor's by its name, added in one order, so that all have the same

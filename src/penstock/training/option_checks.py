@@ -15,6 +15,7 @@ from penstock.core.loop import Loop
 from penstock.core.schedule import Schedule
 from penstock.errors import InputError
 from penstock.model.stage import Recompute
+from penstock.training.sharded_state import Shard
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,6 +56,12 @@ def check_replicas(replicas: Any) -> None:
             repr(replicas),
             "write replicas=2, or replicas=[2, 1]",
         )
+
+
+def check_shard(shard: Any) -> None:
+    if shard is not None and shard not in list(Shard):
+        names = " or ".join(repr(level.value) for level in Shard)
+        raise InputError(f"shard to be {names}", repr(shard), "choose one, or leave it out")
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")

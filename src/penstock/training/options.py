@@ -41,6 +41,7 @@ from penstock.training.option_checks import (
     check_replicas,
     check_schedule,
     check_seed,
+    check_shard,
     check_timeout,
     read_recompute,
 )
@@ -102,6 +103,11 @@ class PipelineOptions:
         int | Sequence[int] | None,
         Option("Number of replicas of each stage, or one number a rank; they divide micro-batches' rows (1).",
                check_replicas),
+    ] = None  # fmt: skip
+    shard: Annotated[
+        str | None,
+        Option("State that the replicas of a stage divide between them: 'optimizer', or 'gradients' too (ZeRO 1, 2).",
+               check_shard, same=True),
     ] = None  # fmt: skip
     plan: Annotated[
         Any,

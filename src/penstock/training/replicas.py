@@ -8,9 +8,9 @@ what it was weighed by, and the statistics of batch norms go from every rank to 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +23,54 @@ from penstock.model.batchnorm import DeferredNorms
 from penstock.model.labels import Labels, Memory, Scored
 from penstock.model.loss import Loss, Total, total_of
 from penstock.model.stage import Stage
+from penstock.training.sharded_state import GatheredRows, Shard, ShardedState
 
 Sums = dict[nn.Parameter, Tensor]
+
+
+class StartedSums(NamedTuple):
+    """Sums of a stage's gradients under way: those of which each replica gets its rows alone, and all others."""
+
+    divided: list[GatheredRows]
+    whole: list[nn.Parameter]
+    pending: Pending
 
 
 @dataclass
 class ReplicaSums:
     """Adds the gradients of the stages that have replicas. `stages`: those of this process, by stage and replica;
-    `counts`: the replicas of every stage; `reducers`: where the others are in other processes."""
+    `counts`: the replicas of every stage; `tied`: the weights that several stages use, which every replica needs
+    whole; `reducers`: where the others are in other processes."""
 
     stages: Mapping[tuple[int, int], Stage]
     counts: Sequence[int]
+    tied: Set[nn.Parameter]
     reducers: Mapping[int, Reducer] = field(default_factory=dict)
-    pending: dict[int, Pending] = field(default_factory=dict)
+    sharded: ShardedState | None = None
+    started: dict[int, StartedSums] = field(default_factory=dict)
 
     def start(self, stage: Stage) -> None:
         """Begin to add the gradients of a stage; a replica in this process is waited for at the end."""
         reducer = self.reducers.get(stage.index)
-        if reducer is not None:
-            self.pending[stage.index] = reducer.start([*_filled(stage), _there(stage)])
+        if reducer is None:
+            return
+        gradients = dict(zip(_trained(stage), _filled(stage), strict=True))
+        made, divided = _made(stage), list[GatheredRows]()
+        if self.sharded is not None and self.sharded.level is not Shard.OPTIMIZER:
+            alone = {parameter: gradients.pop(parameter) for parameter in list(gradients) if parameter not in self.tied}
+            divided = self.sharded.reduce(alone)
+        pending = reducer.start([*gradients.values(), made])
+        self.started[stage.index] = StartedSums(divided, list(gradients), pending)
 
-    def finish(self, tied: set[nn.Parameter]) -> Sums:
-        """Return the sums, on every replica. Those of tied weights go on as the first replica's part."""
+    def finish(self) -> Sums:
+        """Return the sums, on every replica; where gradients are sharded, this replica's rows of them. Those of tied
+        weights go on as the first replica's part."""
         sums: Sums = {}
         for (at, replica), stage in self.stages.items():
             if self.counts[at] == 1 or (replica and at not in self.reducers):
                 continue
-            for parameter, total in self._sum(at, stage).items():
-                if parameter in tied:
+            for parameter, total in (self._received(at, stage) if at in self.reducers else self._added(at)).items():
+                if parameter in self.tied:
                     stage.parts[parameter] = total
                 else:
                     sums[parameter] = total
@@ -58,23 +78,30 @@ class ReplicaSums:
 
     def forget(self) -> None:
         """Forget what an interrupted run has left behind."""
-        self.pending.clear()
+        self.started.clear()
 
-    def _sum(self, at: int, stage: Stage) -> Sums:
-        parameters = _trained(stage)
-        if at in self.reducers:
-            *totals, there = self.pending.pop(at).wait()
-        else:
-            replicas = [self.stages[at, replica] for replica in range(self.counts[at])]
-            every = [[*_filled(one), _there(one)] for one in replicas]
-            *totals, there = (_in_order(parts) for parts in zip(*every, strict=True))
-            for one in replicas:
-                one.parts.clear()
+    def _received(self, at: int, stage: Stage) -> Sums:
+        """Return the sums of a stage whose other replicas are in other processes."""
+        started = self.started.pop(at)
+        *totals, counts = started.pending.wait()
         stage.parts.clear()
-        made = there.tolist()
-        return {
-            parameter: total for parameter, total, any_made in zip(parameters, totals, made, strict=True) if any_made
-        }
+        made = dict(zip(_trained(stage), counts.tolist(), strict=True))
+        sums = dict(zip(started.whole, totals, strict=True))
+        if self.sharded is not None:
+            whole = self.sharded.whole
+            sums |= self.sharded.reduced(started.divided)
+            return {one: total for one, total in sums.items() if made[whole.get(one, one)]}
+        return {parameter: total for parameter, total in sums.items() if made[parameter]}
+
+    def _added(self, at: int) -> Sums:
+        """Return the sums of a stage whose replicas are all in this process."""
+        replicas = [self.stages[at, replica] for replica in range(self.counts[at])]
+        every = [[*_filled(one), _made(one)] for one in replicas]
+        *totals, counts = (_in_order(parts) for parts in zip(*every, strict=True))
+        for one in replicas:
+            one.parts.clear()
+        parameters = zip(_trained(replicas[0]), totals, counts.tolist(), strict=True)
+        return {parameter: total for parameter, total, made in parameters if made}
 
 
 def _trained(stage: Stage) -> list[nn.Parameter]:
@@ -96,7 +123,7 @@ def _filled(stage: Stage) -> list[Tensor]:
     return gradients
 
 
-def _there(stage: Stage) -> Tensor:
+def _made(stage: Stage) -> Tensor:
     """Return which gradients this replica has made: a parameter without any in all replicas gets none."""
     parameters = _trained(stage)
     device = parameters[0].device if parameters else None

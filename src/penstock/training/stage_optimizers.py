@@ -19,6 +19,7 @@ from penstock.training.finite_gradients import (
     require_finite_settings,
 )
 from penstock.training.optimizer_step import advance, update
+from penstock.training.sharded_state import ShardedState
 
 GROW_AFTER = 2000  # updates without an overflow after which the fp16 scale doubles, as torch's own scaler does
 
@@ -48,6 +49,7 @@ class Optimizers:
         )
         self.by_stage = dict(zip(self.optimizers, self.schedulers, strict=False))
         self.clip, self.accumulate, self.fp16 = clip, accumulate, fp16
+        self.sharded: ShardedState | None = None  # how replicas divide the parameters
         self.fetch: Callable[[int], None] = lambda stage: None  # has a stage's weights where its update needs them
         self.scale = 2.0**16 if fp16 else 1.0
         self.good = 0  # updates since the scale changed

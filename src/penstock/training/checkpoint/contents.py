@@ -23,6 +23,7 @@ from penstock.training.checkpoint.groups import before, fitting, group_facts, sc
 from penstock.training.checkpoint.plain_values import random_states, read, set_random_states, written
 from penstock.training.model_state import buffers_of, homes, refuse_extra_state, tied_names
 from penstock.training.pipeline_parts import PipelineParts
+from penstock.training.sharded_state import ShardedState
 from penstock.training.weight_files.safetensors import pretrained_files
 
 Tensors = dict[str, torch.Tensor]
@@ -30,16 +31,19 @@ Facts = dict[str, Any]
 
 
 def tensors_of(pipe: PipelineParts) -> Tensors:
-    """Return the tensors that this rank writes."""
+    """Return the tensors that this rank writes: of the replicas of a stage, which hold the same, the first writes."""
     refuse_extra_state(pipe.model)
     home, rank, names = homes(pipe.ranks, pipe.split), pipe.ranks.world.rank, pipe.optimizers.names
-    tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+    sharded = pipe.optimizers.sharded
+    whole = {} if sharded is None else sharded.whole
+    tensors = {f"model.{name}": whole.get(parameter, parameter).detach() for parameter, name in names.items()}
     tensors |= {f"model.{name}": buffer for name, buffer in buffers_of(pipe.model) if home[name] == rank}
-    for name, key, value in _kept(pipe):
+    for name, key, value in _kept(pipe, whole=True):
         if isinstance(value, torch.Tensor):
             tensors[f"optimizer.{name}.{key}"] = value.detach()
-    tensors |= {f"gradients.{names[parameter]}": total for parameter, total in pipe.optimizers.sums.items()}
-    return tensors | drift_of(pipe)
+    for parameter, total in pipe.optimizers.sums.items():
+        tensors[f"gradients.{names[parameter]}"] = _whole(sharded, parameter, total)
+    return tensors | drift_of(pipe) if not pipe.ranks.replica else {}
 
 
 def facts_of(pipe: PipelineParts) -> Facts:
@@ -47,7 +51,8 @@ def facts_of(pipe: PipelineParts) -> Facts:
     optimizers, shape = pipe.optimizers, pipe.schedule.shape
     schedulers = optimizers.schedulers or [None] * len(optimizers.optimizers)
     kept: dict[str, dict[str, Any]] = {}
-    for name, key, value in _kept(pipe):
+    first = not pipe.ranks.replica
+    for name, key, value in _kept(pipe) if first else ():
         plain = not isinstance(value, torch.Tensor)
         kept.setdefault(name, {})[key] = [written(value, f"the optimizer's {key!r} of {name}")] if plain else []
     return {
@@ -71,6 +76,7 @@ def facts_of(pipe: PipelineParts) -> Facts:
         "groups": [
             group
             for optimizer, scheduler in zip(optimizers.optimizers.values(), schedulers, strict=True)
+            if first
             for group in group_facts(optimizer, scheduler, optimizers.names)
         ],
         "kept": kept,
@@ -122,7 +128,7 @@ class Loading:
         for at, optimizer in parts.optimizers.items():
             groups = fitting(optimizer, parts.names, self.facts["groups"])
             order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            state = {place: self._state(parts.names[parameter]) for place, parameter in enumerate(order)}
+            state = {place: self._state(parameter) for place, parameter in enumerate(order)}
             self.optimizers[at] = {
                 "state": {place: kept for place, kept in state.items() if kept},
                 "param_groups": settings_of(optimizer, groups, self.same_torch),
@@ -174,7 +180,7 @@ class Loading:
         )
         sums = {parameter: self.tensors.get(f"gradients.{name}") for parameter, name in parts.names.items()}
         parts.sums = {
-            parameter: total.to(self.pipe.device) * (parts.scale / before)
+            parameter: self._own(parameter, total).to(self.pipe.device) * (parts.scale / before)
             for parameter, total in sums.items()
             if total is not None
         }
@@ -182,18 +188,34 @@ class Loading:
     def _kept(self, name: str) -> list[tuple[str, list[Any]]]:
         return list(self.facts["kept"].get(name, {}).items())
 
-    def _state(self, name: str) -> dict[str, Any]:
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        name = self.pipe.optimizers.names[parameter]
         return {
-            key: read(plain[0]) if plain else self.tensors[f"optimizer.{name}.{key}"] for key, plain in self._kept(name)
+            key: read(plain[0]) if plain else self._own(parameter, self.tensors[f"optimizer.{name}.{key}"])
+            for key, plain in self._kept(name)
         }
 
+    def _own(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        """Return what is kept for a parameter, or for this replica's rows of it."""
+        sharded = self.pipe.optimizers.sharded
+        return value if sharded is None or parameter not in sharded.whole else sharded.state_part(parameter, value)
 
-def _kept(pipe: PipelineParts) -> Iterator[tuple[str, str, Any]]:
-    """Yield the state of the optimizers: a parameter's name, a key, and its value."""
+
+def _kept(pipe: PipelineParts, whole: bool = False) -> Iterator[tuple[str, str, Any]]:
+    """Yield the state of the optimizers: a parameter's name, a key, and its value; with `whole`, that of
+    all replicas together, for which each has to ask."""
+    sharded = pipe.optimizers.sharded
     for optimizer in pipe.optimizers.optimizers.values():
         for parameter in pipe.optimizers.parameters:
             for key, value in optimizer.state.get(parameter, {}).items():
-                yield pipe.optimizers.names[parameter], str(key), value
+                tensor = whole and isinstance(value, torch.Tensor)
+                kept = _whole(sharded, parameter, value) if tensor else value
+                yield pipe.optimizers.names[parameter], str(key), kept
+
+
+def _whole(sharded: ShardedState | None, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """Return what is kept for a parameter; where each replica has some rows of it, all together."""
+    return value if sharded is None or parameter not in sharded.whole else sharded.state_whole(parameter, value)
 
 
 def _kinds(pipe: PipelineParts) -> Facts | None:

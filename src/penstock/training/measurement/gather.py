@@ -18,10 +18,11 @@ from penstock.core.timeline import Timeline
 from penstock.engine.measure.clock import Clock, Readings
 from penstock.errors import InputError
 from penstock.model.heap import bytes_of
-from penstock.model.stage import Recompute
+from penstock.model.stage import Recompute, Stage
 from penstock.training.measurement.clock_offsets import offsets
 from penstock.training.measurement.measured import Measured, paired
 from penstock.training.pipeline_parts import PipelineParts
+from penstock.training.sharded_state import Shard
 
 Json = dict[str, Any]
 PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optimizer", "buffers")
@@ -134,10 +135,18 @@ def standing(pipe: PipelineParts) -> dict[int, dict[str, int]]:
         by_stage[at] = {
             "weights": bytes_of(stage.parameters),
             "buffers": bytes_of(buffers),
-            "gradients": bytes_of([p for p in stage.parameters if p.requires_grad]),
+            "gradients": _gradient_bytes(pipe, stage),
             "optimizer": bytes_of(state),
         }
     return by_stage
+
+
+def _gradient_bytes(pipe: PipelineParts, stage: Stage) -> int:
+    """Return the bytes of a stage's summed gradients; where replicas divide them, those of this replica's rows."""
+    trained, sharded = [p for p in stage.parameters if p.requires_grad], pipe.optimizers.sharded
+    if sharded is None or sharded.level is Shard.OPTIMIZER:
+        return bytes_of(trained)
+    return sum(p.numel() * p.element_size() for p in (sharded.shards.get(p, p) for p in trained))
 
 
 def _measured_bytes(pipe: PipelineParts) -> Json:
