@@ -29,9 +29,9 @@ from penstock.comm.collectives.reducer import HostReducer
 from penstock.comm.collectives.rounds import Group
 from penstock.comm.collectives.worker import Worker
 from penstock.comm.transport.fallback import warn_slow
-from penstock.comm.transport.open import VARIABLE, wish_of
+from penstock.comm.transport.open import VARIABLE, requested_transport
 from penstock.comm.transport.shared import mapping
-from penstock.comm.world.rendezvous import patiently
+from penstock.comm.world.rendezvous import run_interruptible
 from penstock.comm.world.world import World
 from penstock.errors import InputError
 
@@ -61,7 +61,7 @@ def open_reducer(world: World, ranks: tuple[int, ...], device: torch.device) -> 
     far = None
     if len(leaders) > 1 and world.rank in leaders:
         store = PrefixStore("gloo", meeting.store)
-        far = patiently(lambda: Far(leaders, store, worker, traffic), partial(meeting.check, leaders))
+        far = run_interruptible(lambda: Far(leaders, store, worker, traffic), partial(meeting.check, leaders))
     return HostReducer(ranks, Near(hosts, segments, worker, traffic, far), worker, meeting.at_fault)
 
 
@@ -117,7 +117,7 @@ def _share(meeting: Meeting) -> tuple[Group, list[segment.Segment]]:
 
 
 def _offer(rank: int, near: int) -> tuple[Facts, segment.Segment | None]:
-    wish, process = wish_of(None), os.getpid()
+    wish, process = requested_transport(None), os.getpid()
     if near == 1:
         return Facts(wish, process), segment.alone()
     if wish == "gloo":
