@@ -39,7 +39,8 @@ def gpt() -> nn.Module:
 
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize(
-    ("replicas", "schedule"), [([2], "1f1b"), ([2, 1], "zb-h1"), ([1, 3], "1f1b"), ([2, 2], "gpipe"), ([2, 1, 2], "zb-v")]
+    ("replicas", "schedule"),
+    [([2], "1f1b"), ([2, 1], "zb-h1"), ([1, 3], "1f1b"), ([2, 2], "gpipe"), ([2, 1, 2], "zb-v")],
 )
 def test_ignored_tokens_of_which_each_replica_has_another_count(kind, replicas, schedule):
     model = gpt()
@@ -119,7 +120,8 @@ def descent(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "schedule"), [([2], "1f1b"), ([2, 1], "1f1b"), ([1, 3], "zb-h1"), ([2, 2], "zb-v"), ([2, 1, 2], "gpipe")]
+    ("replicas", "schedule"),
+    [([2], "1f1b"), ([2, 1], "1f1b"), ([1, 3], "zb-h1"), ([2, 2], "zb-v"), ([2, 1, 2], "gpipe")],
 )
 @pytest.mark.parametrize(("kind", "padded"), [("gpt2", False), ("gpt2", True), ("llama", False), ("llama", True)])
 def test_a_model_of_transformers_with_labels_inside(kind, padded, replicas, schedule):

@@ -56,7 +56,7 @@ class RowDimension:
 
 @dataclass(frozen=True)
 class RowDimensions:
-    """The row dimensions of a model's values, by the values' names."""
+    """The row dimensions of a model's values, by the names that forwards of all sizes have in common."""
 
     known: Mapping[int, RowDimension] = field(default_factory=dict)
 
@@ -196,16 +196,16 @@ def _values(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device:
     """Run all stages; return what crosses between them, the shapes that code reads, and plain results as text."""
     norms, buffers = DeferredNorms(split.model), Buffers(split.model)
     path = split.path(args, kwargs)
-    traced = path.trace.values
+    names = path.row_names.values
     job = Job(0, -1, args, kwargs, rows_of((args, kwargs)), path, lambda result: None, passage=Passage())
     values: dict[int, torch.Tensor] = {}
     for at in range(split.pieces):
         stage = Stage(split, at, Settings(device), norms, buffers, [])
         outputs, _ = stage.forward(job, {value: values[value] for value in path.incoming[at]})
         values |= {value: tensor.detach().clone() for value, tensor in outputs.items()}
-    shapes = {traced[value].key: tuple(shape) for value, (shape, _) in job.passage.shapes.items()}
+    shapes = {names[value]: tuple(shape) for value, (shape, _) in job.passage.shapes.items()}
     plain = repr([tree.leaves(result) for _, result in sorted(job.passage.plain.items())])
-    return {traced[value].key: (tensor, path.describe(value)) for value, tensor in values.items()}, shapes, plain
+    return {names[value]: (tensor, path.describe(value)) for value, tensor in values.items()}, shapes, plain
 
 
 def _dimension(
