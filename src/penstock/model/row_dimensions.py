@@ -85,7 +85,7 @@ def row_dimensions(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], 
             _require_draws_without_rows(split, call)
         split.model.eval()
         with torch.no_grad():
-            compared = _compared(split, call, device)
+            compared = _compared(split, _varied(call), device)
         for training in (None, True, False):
             own_modes() if training is None else split.model.train(training)
             try:
@@ -186,6 +186,27 @@ def _enough_rows(call: Call) -> Call:
         return torch.cat([leaf] * times) if has_rows else leaf
 
     args, kwargs = tree.replace_leaves(call, repeated)
+    return args, kwargs
+
+
+def _varied(call: Call) -> Call:
+    """Make rows unlike each other, in numbers that a model takes where it takes the example's: else what is a mean over
+    rows would be that over half of them. Rows of an example are often zeros, or the same ones twice."""
+    draw = torch.Generator().manual_seed(0)
+
+    def varied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.dtype == torch.bool or not leaf.numel():
+            return leaf
+        if leaf.is_floating_point() or leaf.is_complex():
+            factors = torch.rand(leaf.shape, generator=draw, device="cpu").to(leaf.device) / 2 + 0.5
+            return (leaf * factors if bool(leaf.any()) else leaf + factors).to(leaf.dtype)
+        if leaf.dim() == 1:
+            return leaf
+        places = torch.arange(leaf.shape[-1], device=leaf.device)
+        rows = [row[..., (places - at).clamp(min=0)] for at, row in enumerate(leaf)]  # moved on by some places
+        return torch.stack(rows)
+
+    args, kwargs = tree.replace_leaves(call, varied)
     return args, kwargs
 
 

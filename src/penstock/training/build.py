@@ -37,7 +37,7 @@ from penstock.model.split import Cuts, Split
 from penstock.model.stage import Recompute, Settings, Stage
 from penstock.training.batches import Feed, taken_by
 from penstock.training.build_engine import Chosen, Engine, Ground, build_engine, choose, describe, require_sound
-from penstock.training.build_replicas import divided_rows, open_sums, require_steady_buffers
+from penstock.training.build_replicas import divided_rows, open_sums, require_dense_gradients, require_steady_buffers
 from penstock.training.first_step import compare_with_whole
 from penstock.training.flush_updates import FlushUpdates
 from penstock.training.model_state import guard, release
@@ -208,6 +208,7 @@ def _joined(
         _require_parted_buffers(crew, split)
     if crew.replicated:
         require_steady_buffers(crew, split)
+        require_dense_gradients(crew, split)
     named = dict(model.named_parameters())
     norms, buffers = DeferredNorms(model), Buffers(model)
     shared = {stage: [named[name] for name, users in tied.items() if stage in users] for stage in crew.here}

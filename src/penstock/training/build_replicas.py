@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.comm.collectives.open import open_reducer
 from penstock.comm.transport.interface import LaneName, Lanes, lane_names
@@ -75,6 +76,19 @@ def require_rows(shape: Shape, rows: int) -> None:
         raise InputError(
             f"a batch of at least {most} rows, one for each replica", rows, "give larger batches, or use fewer replicas"
         )
+
+
+def require_dense_gradients(crew: Crew, split: Split) -> None:
+    """Refuse embeddings with sparse gradients in a stage with replicas, whose gradients are added to each other."""
+    added = {p: stage for stage in range(split.pieces) if crew.replicas[stage] > 1 for p in split.used(stage)}
+    for name, module in split.model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and weight in added:
+            raise InputError(
+                "dense gradients in a stage with replicas, which are added to each other",
+                f"sparse ones of {f'{name}.weight'.lstrip('.')!r} in stage {added[module.weight]}",
+                "make the embedding with sparse=False, or give its stage one replica",
+            )
 
 
 def require_steady_buffers(crew: Crew, split: Split) -> None:

@@ -277,6 +277,13 @@ def _require_fit(schedule: Schedule | Loop, asked: Asked) -> None:
         raise InputError(f"a schedule of {stages} stages", shape.ranks, "make stages and schedule agree")
     if shape.microbatches != microbatches:
         raise InputError(f"a schedule of {microbatches} micro-batches", shape.microbatches, "make them agree")
+    counts = asked.replicas if isinstance(asked.replicas, (list, tuple)) else (asked.replicas,) * shape.ranks
+    if asked.replicas != 1 and tuple(counts) != shape.replicas:
+        raise InputError(
+            f"a schedule with {list(counts)} replicas",
+            list(shape.replicas),
+            "give replicas where you make the schedule",
+        )
     if asked.options:
         raise InputError("no options for a schedule that is made already", ", ".join(asked.options), "leave them out")
 

@@ -192,7 +192,10 @@ class Pipeline:
         self._require_between()
         own = schedule.shape.microbatches if isinstance(schedule, (Schedule, Loop)) else self.microbatches
         parts = own if microbatches is None else microbatches
-        wanted = replace(self.wanted, schedule=schedule, microbatches=parts, options=dict(options), plan=None)
+        counts = self.schedule.shape.replicas if isinstance(schedule, str) else 1
+        wanted = replace(
+            self.wanted, schedule=schedule, microbatches=parts, options=dict(options), plan=None, replicas=counts
+        )
         chosen = choose(wanted, self.schedule.shape.ranks, None)
         ours, theirs = self.schedule.shape, chosen.built.shape
         if theirs.placement != ours.placement or theirs.replicas != ours.replicas:
@@ -333,7 +336,9 @@ class Pipeline:
         require_rows(shape, rows)
         slots = self.executor.slots
         places = [(shape.replicas[shape.slot_rank[slot]], int(shape.slot_replica[slot])) for slot in slots]
-        return [], self.micro_batches.by_replica(inputs, target, self.microbatches, finish, self.index, places), rows
+        alike = len(set(shape.replicas)) == 1
+        jobs = self.micro_batches.by_replica(inputs, target, self.microbatches, finish, self.index, places, alike)
+        return [], jobs, rows
 
     def _run(self, jobs: list[Job], by_slot: list[list[Job]], rows: int) -> Total:
         """Run all forwards and backwards; whatever goes wrong, the model is then as it was before."""
