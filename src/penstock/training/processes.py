@@ -105,7 +105,8 @@ def muster(shape: Shape, timeout: float) -> Crew:
     if world.size != shape.slots:
         raise _wrong_size(shape, world.size)
     found = Crew(world, tuple(shape.slot(stage) for stage in range(shape.stages)), replicas)
-    world.watch.board.name_stages(found.here)
+    several = found.replicas[found.here[0]] > 1
+    world.watch.board.name_stages(found.here, found.replica if several else None)
     return found
 
 

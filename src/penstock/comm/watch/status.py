@@ -88,6 +88,7 @@ class Slot(IntEnum):
     TOLD_AT = 27  # when the report was written
     GONE = 28  # written by the launcher: one more than the number of a rank that has ended before all had met
     VOTES = 29  # the first of two: number of a question to all ranks, and the answer
+    REPLICA = 31  # one more than the rank's number among the replicas of its stages; 0 where there is one
 
 
 _ROW_LENGTH = Slot.ROW_SINCE - Slot.OP
@@ -151,10 +152,12 @@ class Board:
         """A rank that will never come, as the launcher knows."""
         return self.page[Slot.GONE] - 1 if self.page[Slot.GONE] else None
 
-    def name_stages(self, stages: Iterable[int]) -> None:
-        """That this rank runs: what is known of where it is before its first step."""
+    def name_stages(self, stages: Iterable[int], replica: int | None = None) -> None:
+        """That this rank runs, and as which replica: what is known of where it is before its first step."""
         names = sorted(stages)
-        text = f"stage{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}".encode()[: STAGES_END - STAGES - 8]
+        self.page[Slot.REPLICA] = 0 if replica is None else replica + 1
+        words = f"stage{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}{_replica_in_words(self.page)}"
+        text = words.encode()[: STAGES_END - STAGES - 8]
         self.map[STAGES + 8 : STAGES + 8 + len(text)] = text
         self.page[STAGES // 8] = len(text)
 
@@ -259,11 +262,16 @@ def _opened(path: str | None) -> Nameless | None:
     return None
 
 
+def _replica_in_words(page: memoryview) -> str:
+    return f", replica {page[Slot.REPLICA] - 1}" if page[Slot.REPLICA] else ""
+
+
 def _in_words(page: memoryview, at: Slot) -> str:
     """A row on the page, for people; "" where there is none."""
     op, stage, microbatch, version, other = page[at : at + _ROW_LENGTH]
     if op == OUTSIDE:
         return ""
     op = Op.F if op == Op.FB else op  # whose backward is a row of its own
-    where = f"stage {stage}, micro-batch {microbatch}" if microbatch >= 0 else f"stage {stage}"
+    where = f"stage {stage}{_replica_in_words(page)}"
+    where += f", micro-batch {microbatch}" if microbatch >= 0 else ""
     return f"{Action(Op(op), stage, microbatch, version, other)} ({where})"
