@@ -86,6 +86,7 @@ def main(asked: dict[str, Any]) -> None:
         schedule="gpipe" if odd == "schedule" and mine else asked.get("schedule", "1f1b"),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), transport=asked.get("transport"),
         timeout=asked.get("timeout", 60), data=asked.get("data", "every"), verify=asked.get("verify", False),
+        replicas=asked.get("replicas"),
     )  # fmt: skip
     Odd.armed = mine or asked.get("who") == -2
     print(f"rank {RANK} begins as {os.getpid()}", flush=True)

@@ -14,13 +14,17 @@ from penstock.errors import SplitError
 from penstock.model import tree
 from penstock.model.naming import leaf_places
 from penstock.model.passage import Passage
+from penstock.model.row_names import RowNames
 from penstock.model.trace import Trace
 
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def encode_passage(passage: Passage, trace: Trace) -> bytes:
-    """Return the differences between a passage and the trace, encoded; empty where they agree."""
+def encode_passage(passage: Passage, trace: Trace, names: RowNames | None = None) -> bytes:
+    """Return the differences between a passage and the trace, encoded; empty where they agree. With `names` that
+    forwards of other numbers of rows have in common, all of it: the other trace may be of another forward."""
+    if names is not None:
+        return _encode_all(passage, trace, names)
     if not (passage.shapes or passage.plain or passage.grads):
         return b""
     values = trace.values
@@ -39,12 +43,21 @@ def encode_passage(passage: Passage, trace: Trace) -> bytes:
     return json.dumps(facts).encode() if any(facts) else b""
 
 
-def decode_passage(facts: bytes, passage: Passage, trace: Trace) -> None:
+def _encode_all(passage: Passage, trace: Trace, names: RowNames) -> bytes:
+    shapes = {names.values[value]: [list(shape), _name(dtype)] for value, (shape, dtype) in passage.shapes.items()}
+    plain = {names.events[at]: _describe_result(result, trace.events[at].name) for at, result in passage.plain.items()}
+    facts = [shapes, plain, {names.values[value]: grad for value, grad in passage.grads.items()}]
+    return json.dumps(facts).encode() if any(facts) else b""
+
+
+def decode_passage(facts: bytes, passage: Passage, trace: Trace, names: RowNames | None = None) -> None:
     """Add the facts that `encode_passage` encoded to a passage."""
     if not facts:
         return
     shapes, plain, grads = json.loads(facts)
-    values, events = trace.value_names, trace.event_names
+    values, events = (
+        (trace.value_names, trace.event_names) if names is None else (names.value_numbers, names.event_numbers)
+    )
     try:
         passage.grads.update({values[int(key)]: grad for key, grad in grads.items()})
         for key, (shape, dtype) in shapes.items():

@@ -40,9 +40,13 @@ class ReplicaRows:
         other_first, other_last = part_of(rows, self.replicas[peer], peer_replica)
         return max(first, other_first), max(min(last, other_last), first, other_first)
 
+    def unequal(self, stage: int, peer: int) -> bool:
+        """Return whether replicas of two stages have unequal rows, and so may call things by other names."""
+        return self.replicas[stage] != self.replicas[peer]
+
     def divide(self, job: Job, values: Values, stage: int, replica: int, peer: int, peer_replica: int) -> Values:
         """Return what one replica sends to another: activations to a later stage, gradients to an earlier one."""
-        if self.replicas[stage] == self.replicas[peer]:
+        if not self.unequal(stage, peer):
             return values
         rows = _whole(job)
         first, last = self.common(rows, stage, replica, peer, peer_replica)
@@ -55,7 +59,7 @@ class ReplicaRows:
             gives = self._giver(rows, stage, replica, peer) == peer_replica
         part = {}
         for value, tensor in values.items():
-            dimension = self.dimensions.of(job.path.trace.values[value].key, job.path.describe(value))
+            dimension = self.dimensions.of(job.path.row_names.values[value], job.path.describe(value))
             if dimension.dimension is not None:
                 part[value] = dimension.part(tensor, first - start, last - start)
             elif gives:
@@ -70,25 +74,25 @@ class ReplicaRows:
                 return giver
         return -1
 
-    def passage(self, job: Job, share: Share, stage: int, peer: int, peer_replica: int) -> Passage:
-        """Return what stages tell each other besides tensors, in the sizes of the replica that it goes to."""
+    def passage(self, job: Job, share: Share, peer: int, peer_replica: int) -> Passage:
+        """Return what stages tell each other besides tensors, in the sizes of a replica that has others."""
         passage = job.passage
-        if self.replicas[stage] == self.replicas[peer] or not passage.shapes:
-            return passage
         first, last = part_of(share.whole, self.replicas[peer], peer_replica)
-        values, shapes = job.path.trace.values, {}
+        names, shapes = job.path.row_names.values, {}
         for value, (shape, dtype) in passage.shapes.items():
-            dimension = self.dimensions.of(values[value].key, job.path.describe(value))
+            if job.path.trace.values[value].free:
+                continue  # that every stage makes itself
+            dimension = self.dimensions.of(names[value], job.path.describe(value))
             shapes[value] = (dimension.shape(tuple(shape), last - first), dtype)
         return Passage(shapes, passage.plain, passage.grads)
 
     def join(self, job: Job, parts: list[Values], stage: int, replica: int, peer: int) -> Values:
         """Return one value from the parts that the replicas of another stage have sent, in the order of their rows."""
-        if self.replicas[stage] == self.replicas[peer]:
+        if not self.unequal(stage, peer):
             return parts[0]
         joined: Values = {}
         for value in {value: None for part in parts for value in part}:
-            dimension = self.dimensions.of(job.path.trace.values[value].key, job.path.describe(value))
+            dimension = self.dimensions.of(job.path.row_names.values[value], job.path.describe(value))
             pieces = [part.get(value) for part in parts]
             known = [piece for piece in pieces if piece is not None]
             if dimension.dimension is None:

@@ -18,6 +18,7 @@ from penstock.engine.replica_rows import ReplicaRows
 from penstock.engine.stage_executor import StageExecutor
 from penstock.errors import InputError
 from penstock.model.loss import Total
+from penstock.model.row_names import RowNames
 from penstock.model.stage import Job, Values
 
 
@@ -102,12 +103,15 @@ class StageTransfers:
         stages = self._stages(row)
         job = stages.jobs[microbatch]
         rows = self.rows if job.share is not None else None  # else the first replicas run it alone
-        traced = job.path.trace.values
+        names = job.path.row_names if rows is not None and rows.unequal(stage, peer) else None
         again = rows is not None and peer_replica < rows.peers(stage, replica, peer)[-1]
         outgoing = stages.store.take_outgoing(stage, peer, microbatch, again)
         if rows is not None:
             outgoing = rows.divide(job, outgoing, stage, replica, peer, peer_replica)
-        named = {traced[value].key: tensor for value, tensor in outgoing.items()}
+        traced = job.path.trace.values
+        named = {
+            traced[value].key if names is None else names.values[value]: tensor for value, tensor in outgoing.items()
+        }
         message = Message(named, self._encode(job, stage, peer, peer_replica), job.stamp)
         lane = LaneName(stage, peer, replica, peer_replica)
         self.lanes.senders[lane].send(MessageKey(self.lanes.runs, microbatch), message)
@@ -126,17 +130,22 @@ class StageTransfers:
                 f"different ones on the ranks of stages {peer} and {stage}",
                 "give every rank the same data (seed the loader alike), or give it on one rank with data='rank0'",
             )
-        values = _numbered(job, message.values, stage, peer)
+        divided = self.rows is not None and job.share is not None
+        names = job.path.row_names if self.rows is not None and divided and self.rows.unequal(stage, peer) else None
+        numbers = job.path.crossing if names is None else names.value_numbers
+        values = _numbered(numbers, message.values, stage, peer)
         if not self.on_host:
             values = {value: tensor.to(self.device) for value, tensor in values.items()}
-        self._decode(job, stage, peer, message.metadata)
-        if self.rows is not None and job.share is not None:
+        self._decode(job, stage, peer, message.metadata, names)
+        if self.rows is not None and divided:
             peers, place = self.rows.peers(stage, replica, peer), (stage, replica, peer, microbatch)
             parts = self.parts.setdefault(place, [])
             parts.append(values)
             if len(parts) < len(peers):
                 return True
             values = self.rows.join(job, self.parts.pop(place), stage, replica, peer)
+            if names is not None and peer == stage - 1 and job.rows:
+                _require_shapes(job, stage)
         _require_expected(job, values, stage, peer)
         if peer < stage:
             store.put_values(stage, microbatch, values)
@@ -158,35 +167,43 @@ class StageTransfers:
 
     def _encode(self, job: Job, stage: int, peer: int, peer_replica: int) -> bytes:
         if peer == stage + 1:
-            passage = job.passage
-            if self.rows is not None and job.share is not None:
-                passage = self.rows.passage(job, job.share, stage, peer, peer_replica)
-            words = encode_passage(passage, job.path.trace)
+            passage, names = job.passage, None
+            if self.rows is not None and job.share is not None and self.rows.unequal(stage, peer):
+                passage, names = self.rows.passage(job, job.share, peer, peer_replica), job.path.row_names
+            words = encode_passage(passage, job.path.trace, names)
             return job.words.down() + words if self.news else words
         if peer == stage - 1 and self.news:
             return job.words.up()
         ends = peer == stage - 1 and self.last_backward.get(stage) == job.number
         return self.stages.total(self).pack() if ends else b""
 
-    def _decode(self, job: Job, stage: int, peer: int, metadata: bytes) -> None:
+    def _decode(self, job: Job, stage: int, peer: int, metadata: bytes, names: RowNames | None) -> None:
         if peer < stage:
             if self.news and peer == stage - 1:
                 metadata = job.words.heard_down(metadata)
-            decode_passage(metadata, job.passage, job.path.trace)
+            decode_passage(metadata, job.passage, job.path.trace, names)
         elif peer == stage + 1 and self.news:
             job.words.heard_up(metadata)
         elif peer == stage + 1 and metadata:
             self._loss = metadata
 
 
-def _numbered(job: Job, named: Values, stage: int, peer: int) -> Values:
+def _numbered(numbers: Mapping[int, int], named: Values, stage: int, peer: int) -> Values:
     """Return what another stage has sent, by this rank's own numbers of the values."""
-    numbers = job.path.crossing
     try:
         return {numbers[name]: tensor for name, tensor in named.items()}
     except KeyError:
         unknown = sum(name not in numbers for name in named)
         raise other_forward(f"{unknown} values from stage {peer} to {stage} that this one does not have") from None
+
+
+def _require_shapes(job: Job, stage: int) -> None:
+    """Refuse less than all shapes that code here will ask for: a forward of other rows may not have been asked."""
+    path, start = job.path, job.path.span(stage)[0]
+    known = job.passage.shapes.keys() | path.incoming[stage].keys()
+    for number, value in enumerate(path.trace.values):
+        if value.asked and not value.free and 0 <= value.made_by < start and number not in known:
+            raise other_forward(f"other questions about {path.describe(number)}")
 
 
 def _require_expected(job: Job, values: Values, stage: int, peer: int) -> None:

@@ -14,6 +14,7 @@ from penstock.errors import SplitError
 from penstock.model.allowed import refusal
 from penstock.model.kinds import Kind
 from penstock.model.passage import Passage
+from penstock.model.row_names import RowNames, row_names
 from penstock.model.state import State
 from penstock.model.trace import Trace
 
@@ -101,6 +102,11 @@ class Path:
         """Values that are sent between stages, by the names that are equal in all processes."""
         keys = self.trace.values
         return {keys[value].key: value for values in self.incoming for value in values}
+
+    @cached_property
+    def row_names(self) -> RowNames:
+        """Names that forwards of other numbers of rows know events and values by."""
+        return row_names(self.trace)
 
     def describe(self, value: int) -> str:
         """Return a description of a value: the event that computed it, and where that is called."""

@@ -7,11 +7,13 @@ such as a mean over the rows, cannot be divided, and is refused where stages hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model import tree
@@ -19,6 +21,7 @@ from penstock.model.batch import piece, rows_of
 from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
 from penstock.model.passage import Passage
+from penstock.model.record import trace
 from penstock.model.seeding import random_states_kept
 from penstock.model.split import Split
 from penstock.model.stage import Job, Settings, Stage
@@ -53,7 +56,7 @@ class RowDimension:
 
 @dataclass(frozen=True)
 class RowDimensions:
-    """The row dimensions of a model's values, by the values' names."""
+    """The row dimensions of a model's values, by the names that forwards of all sizes have in common."""
 
     known: Mapping[int, RowDimension] = field(default_factory=dict)
 
@@ -65,39 +68,103 @@ class RowDimensions:
 
 
 def row_dimensions(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RowDimensions:
-    """Find where the rows lie in all values that cross between stages, or whose shapes the model's own code reads."""
-    args, kwargs = _enough_rows((args, kwargs))
-    rows = rows_of((args, kwargs))
-    part = rows // 2
-    modes = [(module, module.training) for module in split.model.modules()]
-    split.model.eval()
-    try:
-        with (
-            random_states_kept(device),
-            untouched(split.model, split.first.trace.generators, split.first.trace.written),
-            torch.no_grad(),
-        ):
-            whole = _values(split, args, kwargs, device)
-            some = _values(split, *_piece(args, kwargs, part, rows), device)
-    finally:
+    """Find where the rows lie in all values that cross between stages, or whose shapes the model's own code reads.
+
+    Values are compared in eval mode, without random numbers. A value may have another name in training, so the
+    dimensions are found by shapes alone in every mode.
+    """
+    call = _enough_rows((args, kwargs))
+    seen = split.first.trace
+    known: dict[int, RowDimension] = {}
+    with (
+        random_states_kept(device),
+        untouched(split.model, seen.generators, seen.written),
+        _modes_kept(split.model) as own_modes,
+    ):
+        if seen.draws:
+            _require_draws_without_rows(split, call)
+        split.model.eval()
+        with torch.no_grad():
+            compared = _compared(split, _varied(call), device)
+        for training in (None, True, False):
+            own_modes() if training is None else split.model.train(training)
+            try:
+                with torch.enable_grad():
+                    known |= _by_shapes(split, call, device, compared)
+            except SplitError:
+                raise
+            except Exception:  # a model need not run in every mode
+                if training is None:
+                    raise
+    return RowDimensions(known)
+
+
+@contextmanager
+def _modes_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Put every module back into its own mode at the end, and whenever it is asked for."""
+    modes = [(module, module.training) for module in model.modules()]
+
+    def put_back() -> None:
         for module, training in modes:
             module.training = training
-    values, shapes, plain = whole
-    if plain != some[2]:
+
+    try:
+        yield put_back
+    finally:
+        put_back()
+
+
+def _compared(split: Split, call: Call, device: torch.device) -> set[str]:
+    """Refuse values that rows cannot be taken out of; return what the others are called."""
+    whole, some, rows, part = _of_two_sizes(split, call, device)
+    if whole[2] != some[2]:
         raise SplitError(
             "results of modules without plain numbers that depend on the rows, between unequal numbers of replicas",
             "some that do",
             "give both stages the same number of replicas",
         )
-    known = {}
-    for key, (tensor, described) in values.items():
+    for key, (tensor, described) in whole[0].items():
         if key not in some[0]:
             raise _refusal(described, "that a part of the example does not have")
-        known[key] = _dimension(tensor, some[0][key][0], rows, part, described)
-    for key, shape in shapes.items():
+        _dimension(tensor, some[0][key][0], rows, part, described)
+    return {described for _, described in whole[0].values()}
+
+
+def _by_shapes(split: Split, call: Call, device: torch.device, compared: set[str]) -> dict[int, RowDimension]:
+    """Return the dimensions of rows by what the values are called in the present mode."""
+    whole, some, rows, part = _of_two_sizes(split, call, device)
+    known = {}
+    for key, (tensor, described) in whole[0].items():
+        if key not in some[0]:
+            raise _refusal(described, "that a part of the example does not have")
+        known[key] = _dimension(tensor, some[0][key][0], rows, part, described, described not in compared)
+    for key, shape in whole[1].items():
         if key not in known and key in some[1]:
             known[key] = _dimension_of_shape(shape, some[1][key], rows, part) or RowDimension(None)
-    return RowDimensions(known)
+    return known
+
+
+def _of_two_sizes(split: Split, call: Call, device: torch.device) -> tuple[Found, Found, int, int]:
+    """Return what all rows of an example make, and what half of them make, with both numbers of rows."""
+    rows = rows_of(call)
+    part = rows // 2
+    return _values(split, *call, device), _values(split, *_piece(*call, part, rows), device), rows, part
+
+
+def _require_draws_without_rows(split: Split, call: Call) -> None:
+    """Refuse random numbers for rows that code between the modules draws: stages with other numbers of replicas would
+    draw others for the same rows."""
+    rows = rows_of(call)
+    whole, some = (trace(split.layout, *one) for one in (call, _piece(*call, rows // 2, rows)))
+    drawn = [[(e, t.values[v].shape) for e in t.events if e.seed is not None for v in e.makes] for t in (whole, some)]
+    for (event, shape), (_, other) in zip(*drawn, strict=False):
+        if shape != other:
+            raise SplitError(
+                "random numbers for rows that a module of the model draws, where stages have unequal numbers of "
+                "replicas",
+                f"{event.name!r} at {event.line}, outside of all modules",
+                "draw them inside a module, or give all stages the same number of replicas",
+            )
 
 
 def _piece(
@@ -122,6 +189,27 @@ def _enough_rows(call: Call) -> Call:
     return args, kwargs
 
 
+def _varied(call: Call) -> Call:
+    """Make rows unlike each other, in numbers that a model takes where it takes the example's: else what is a mean over
+    rows would be that over half of them. Rows of an example are often zeros, or the same ones twice."""
+    draw = torch.Generator().manual_seed(0)
+
+    def varied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.dtype == torch.bool or not leaf.numel():
+            return leaf
+        if leaf.is_floating_point() or leaf.is_complex():
+            factors = torch.rand(leaf.shape, generator=draw, device="cpu").to(leaf.device) / 2 + 0.5
+            return (leaf * factors if bool(leaf.any()) else leaf + factors).to(leaf.dtype)
+        if leaf.dim() == 1:
+            return leaf
+        places = torch.arange(leaf.shape[-1], device=leaf.device)
+        rows = [row[..., (places - at).clamp(min=0)] for at, row in enumerate(leaf)]  # moved on by some places
+        return torch.stack(rows)
+
+    args, kwargs = tree.replace_leaves(call, varied)
+    return args, kwargs
+
+
 Found = tuple[dict[int, tuple[torch.Tensor, str]], dict[int, tuple[int, ...]], str]
 
 
@@ -129,25 +217,28 @@ def _values(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device:
     """Run all stages; return what crosses between them, the shapes that code reads, and plain results as text."""
     norms, buffers = DeferredNorms(split.model), Buffers(split.model)
     path = split.path(args, kwargs)
-    traced = path.trace.values
+    names = path.row_names.values
     job = Job(0, -1, args, kwargs, rows_of((args, kwargs)), path, lambda result: None, passage=Passage())
     values: dict[int, torch.Tensor] = {}
     for at in range(split.pieces):
         stage = Stage(split, at, Settings(device), norms, buffers, [])
         outputs, _ = stage.forward(job, {value: values[value] for value in path.incoming[at]})
-        values |= {value: tensor.clone() for value, tensor in outputs.items()}
-    shapes = {traced[value].key: tuple(shape) for value, (shape, _) in job.passage.shapes.items()}
+        values |= {value: tensor.detach().clone() for value, tensor in outputs.items()}
+    shapes = {names[value]: tuple(shape) for value, (shape, _) in job.passage.shapes.items()}
     plain = repr([tree.leaves(result) for _, result in sorted(job.passage.plain.items())])
-    return {traced[value].key: (tensor, path.describe(value)) for value, tensor in values.items()}, shapes, plain
+    return {names[value]: (tensor, path.describe(value)) for value, tensor in values.items()}, shapes, plain
 
 
-def _dimension(whole: torch.Tensor, some: torch.Tensor, rows: int, part: int, described: str) -> RowDimension:
+def _dimension(
+    whole: torch.Tensor, some: torch.Tensor, rows: int, part: int, described: str, values: bool = True
+) -> RowDimension:
+    """Return where the rows of a value lie; by its shape, and by its `values` too."""
     if whole.shape == some.shape:
-        if not _close(whole, some):
+        if values and not _close(whole, some):
             raise _refusal(described, "that depends on all rows together")
         return RowDimension(None)
     dimension = _dimension_of_shape(tuple(whole.shape), tuple(some.shape), rows, part)
-    if dimension is None or not _close(dimension.part(whole, 0, part), some):
+    if dimension is None or (values and not _close(dimension.part(whole, 0, part), some)):
         raise _refusal(described, f"of shape {tuple(whole.shape)} for {rows} rows, not one row after the other")
     return dimension
 

@@ -203,6 +203,8 @@ def _build(
         any_chunks=chunks is None,
     )
     if isinstance(replicas, (list, tuple)):
+        if not replicas:
+            raise InputError(f"a positive replica count for each of {stages} ranks", "[]", "give one number a rank")
         counts = tuple(whole("replicas", count) for count in replicas)
     else:
         counts = (whole("replicas", replicas),) * stages

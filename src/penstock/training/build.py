@@ -30,7 +30,7 @@ from penstock.model.stage import Recompute, Settings, Stage
 from penstock.training.agreed_split import agreed_split
 from penstock.training.batches import Feed, taken_by
 from penstock.training.build_engine import Chosen, Engine, EngineContext, build_engine, choose, describe, require_sound
-from penstock.training.build_replicas import divided_rows, open_sums, require_steady_buffers
+from penstock.training.build_replicas import divided_rows, open_sums, require_dense_gradients, require_steady_buffers
 from penstock.training.flush_updates import FlushUpdates
 from penstock.training.model_state import guard, release
 from penstock.training.option_checks import autocast_of, home_of, read_recompute
@@ -127,6 +127,7 @@ def _joined(
         _require_parted_buffers(ranks, split)
     if ranks.replicated:
         require_steady_buffers(ranks, split)
+        require_dense_gradients(ranks, split)
     named = dict(model.named_parameters())
     norms, buffers = DeferredNorms(model), Buffers(model)
     shared = {stage: [named[name] for name, users in tied.items() if stage in users] for stage in ranks.here}

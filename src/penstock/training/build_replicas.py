@@ -88,6 +88,19 @@ def require_rows(shape: Shape, rows: int) -> None:
         )
 
 
+def require_dense_gradients(ranks: Ranks, split: Split) -> None:
+    """Refuse embeddings with sparse gradients in a stage with replicas, whose gradients are added to each other."""
+    added = {p: stage for stage in range(split.pieces) if ranks.replicas[stage] > 1 for p in split.used(stage)}
+    for name, module in split.model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and weight in added:
+            raise InputError(
+                "dense gradients in a stage with replicas, which are added to each other",
+                f"sparse ones of {f'{name}.weight'.lstrip('.')!r} in stage {added[weight]}",
+                "make the embedding with sparse=False, or give its stage one replica",
+            )
+
+
 def require_steady_buffers(ranks: Ranks, split: Split) -> None:
     """Refuse a buffer that the forward changes on a stage with replicas: each would have one of its own. The statistics
     of batch norms are joined."""

@@ -75,7 +75,9 @@ class FlushTrainer:
         require_rows(shape, rows)
         slots = self.executor.slots
         places = [(shape.replicas[shape.slot_rank[slot]], int(shape.slot_replica[slot])) for slot in slots]
-        return [], pipe.micro_batches.by_replica(inputs, target, pipe.microbatches, finish, pipe.index, places), rows
+        alike = len(set(shape.replicas)) == 1
+        parts = (inputs, target, pipe.microbatches, finish, pipe.index)
+        return [], pipe.micro_batches.by_replica(*parts, places, alike), rows
 
     def _run(self, jobs: list[Job], by_slot: list[list[Job]], rows: int) -> Total:
         """Run all forwards and backwards, and return the loss."""

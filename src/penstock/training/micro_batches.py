@@ -41,23 +41,25 @@ class MicroBatches:
         self.memory = Memory()  # how the loss weighs
 
     def by_replica(
-        self, inputs: Any, target: Any, parts: int, finish: Finish, step: int, places: Sequence[Place]
+        self, inputs: Any, target: Any, parts: int, finish: Finish, step: int, places: Sequence[Place], alike: bool
     ) -> list[list[Job]]:
-        """Return the jobs of each of some replicas, given as (replicas of its stage, its number)."""
+        """Return the jobs of each of some replicas, given as (replicas of its stage, its number). With `alike`, as many
+        for all stages, each draws random numbers of its own between the model's modules."""
         call = as_call(inputs)
         rows = rows_of(call, target)
         cut = spans(rows, min(parts, rows))
         missing = [(rows, rows)] * (parts - len(cut))
         divided = {replicas: divided_spans([*cut, *missing], replicas) for replicas, _ in places}
         labels = {count: Labels((call, target), every, self.memory, weight_of) for count, every in divided.items()}
-        return [
-            self._of_replica(
-                self.jobs(inputs, target, divided[count][replica::count], finish, step, labels=labels[count]),
-                [last - first for first, last in cut],
-                (count, replica),
+
+        def own(count: int, replica: int) -> list[Job]:
+            drawing = replica if alike else 0
+            return self.jobs(
+                inputs, target, divided[count][replica::count], finish, step, labels=labels[count], drawing=drawing
             )
-            for count, replica in places
-        ]
+
+        sizes = [last - first for first, last in cut]
+        return [self._of_replica(own(count, replica), sizes, (count, replica)) for count, replica in places]
 
     def _of_replica(self, jobs: list[Job], rows: list[int], place: Place) -> list[Job]:
         """Say in the jobs of one replica which part of each micro-batch they are."""
@@ -75,8 +77,10 @@ class MicroBatches:
         step: int,
         first_number: int = 0,
         labels: Labels | None = None,
+        drawing: int = 0,
     ) -> list[Job]:
-        """Return the micro-batches of a batch. One without rows has nothing to be done."""
+        """Return the micro-batches of a batch. One without rows has nothing to be done. `drawing`: the replica that
+        draws random numbers."""
         call = as_call(inputs)
         self._notice_frozen()
         require_device((call, target), self.device)
@@ -89,7 +93,7 @@ class MicroBatches:
         path_of = self._paths(call)
         for number in range(parts):
             first, last = cut[number] if number < len(cut) else (0, 0)
-            rows, chance = last - first, mixed(self.seed, step, number)
+            rows, chance = last - first, mixed(self.seed, step, number, *((drawing,) if drawing else ()))
             if not rows:  # the schedule has places for them
                 path = jobs[0].path if jobs else self.split.first
                 job = Job(first_number + number, step, (), {}, 0, path, _no_result)

@@ -134,8 +134,9 @@ class Pipeline:
         parts = own if microbatches is None else microbatches
         shape = self.schedule.shape
         choice = ScheduleChoice(
-            schedule, shape.ranks, parts, self.choice.chunks, dict(options), replicas=shape.replicas
-        )
+            schedule, shape.ranks, parts, self.choice.chunks, dict(options),
+            replicas=shape.replicas if isinstance(schedule, str) else 1,
+        )  # fmt: skip
         chosen = choose(choice, self.options, None)
         _require_same_places(self.schedule.shape, chosen.built.shape)
         if not self.ranks.alone:

@@ -101,9 +101,10 @@ def join_ranks(shape: Shape, timeout: float) -> Ranks:
     begin_pipeline(world)
     if world.size != shape.slots:
         raise _wrong_size(shape, world.size)
-    found = Ranks(world, tuple(shape.slot(stage) for stage in range(shape.stages)), replicas)
-    world.watch.status_page.name_stages(found.here)
-    return found
+    ranks = Ranks(world, tuple(shape.slot(stage) for stage in range(shape.stages)), replicas)
+    several = ranks.replicas[ranks.here[0]] > 1
+    world.watch.status_page.name_stages(ranks.here, ranks.replica if several else None)
+    return ranks
 
 
 def _wrong_size(shape: Shape, processes: int) -> InputError:

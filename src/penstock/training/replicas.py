@@ -57,8 +57,8 @@ class ReplicaSums:
         gradients = dict(zip(_trained(stage), _filled(stage), strict=True))
         made, divided = _made(stage), list[GatheredRows]()
         if self.sharded is not None and self.sharded.level is not Shard.OPTIMIZER:
-            alone = {parameter: gradients.pop(parameter) for parameter in list(gradients) if parameter not in self.tied}
-            divided = self.sharded.reduce(alone)
+            own = [p for p in gradients if p in self.sharded.shards and p not in self.tied]
+            divided = self.sharded.reduce({parameter: gradients.pop(parameter) for parameter in own})
         pending = reducer.start([*gradients.values(), made])
         self.started[stage.index] = StartedSums(divided, list(gradients), pending)
 

@@ -1,9 +1,9 @@
 """Sharded state of replicas (ZeRO): each replica keeps the optimizer's state, and the summed gradients, of its rows of
 every parameter alone.
 
-A parameter of `rows` rows is divided along its first dimension, as evenly as can be; a replica's shard is a view of its
-own rows, so an optimizer that steps the shard steps these rows of the parameter. Afterwards the replicas give each
-other their rows. Only optimizers that treat every element alone give the numbers of one process so.
+A parameter is divided along its first dimension, as evenly as can be. A replica's shard is a view of its own rows, so
+an optimizer that steps the shard steps these rows of the parameter. Then the replicas give each other their rows.
+Only optimizers that treat every element alone give the numbers of one process so.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ShardedState:
 
     def gather(self, stage: int) -> None:
         """Have all replicas' rows of a stage's weights after an update."""
-        parameters = [self.whole[shard] for shard in self.owned[stage].values()]
+        parameters = [self.whole[shard] for shard in self.owned[stage].values() if shard in self.whole]
         with torch.no_grad():
             for bucket in _buckets(parameters):
                 for parameter, whole in zip(bucket, self.gathered([p.detach() for p in bucket]), strict=True):
@@ -129,6 +129,8 @@ class ShardedState:
         return self.rows(value).clone() if value.shape == self.whole[shard].shape else value
 
     def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
+        if not parameter.dim():
+            return parameter  # a single number: each replica steps it
         if parameter not in self.shards:
             rows = self.rows(parameter.detach())
             self.shards[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
@@ -155,7 +157,6 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rows(tensor: Tensor, replicas: int, replica: int) -> Tensor:
-    tensor = tensor if tensor.dim() else tensor.view(1)
     first, last = part_of(tensor.shape[0], replicas, replica)
     return tensor[first:last]
 

@@ -90,6 +90,7 @@ class PageField(IntEnum):
     TOLD_AT = 27  # time of the failure report
     GONE = 28  # written by the launcher: 1 + a rank that ended before all had started
     VOTES = 29  # the first of two fields: number of a vote, and this rank's answer
+    REPLICA = 31  # 1 + the rank's number among the replicas of its stages; 0 where there is one
 
 
 _ROW_LENGTH = PageField.ROW_SINCE - PageField.OP
@@ -155,10 +156,12 @@ class StatusPage:
         """A rank that has ended before all had started, as the launcher has noticed; None if there is none."""
         return self.fields[PageField.GONE] - 1 if self.fields[PageField.GONE] else None
 
-    def name_stages(self, stages: Iterable[int]) -> None:
-        """Write the stages of this rank, shown in reports before its first step."""
+    def name_stages(self, stages: Iterable[int], replica: int | None = None) -> None:
+        """Write the stages of this rank, and which replica of them it is, shown in reports before its first step."""
         names = sorted(stages)
-        text = f"stage{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}".encode()[: STAGES_END - STAGES - 8]
+        self.fields[PageField.REPLICA] = 0 if replica is None else replica + 1
+        words = f"stage{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}{_replica_in_words(self.fields)}"
+        text = words.encode()[: STAGES_END - STAGES - 8]
         self.map[STAGES + 8 : STAGES + 8 + len(text)] = text
         self.fields[STAGES // 8] = len(text)
 
@@ -264,11 +267,16 @@ def _opened(path: str | None) -> SharedFile | None:
     return None
 
 
+def _replica_in_words(page: memoryview) -> str:
+    return f", replica {page[PageField.REPLICA] - 1}" if page[PageField.REPLICA] else ""
+
+
 def _in_words(page: memoryview, at: PageField) -> str:
     """Return a row on the page as text; "" where there is none."""
     op, stage, microbatch, version, other = page[at : at + _ROW_LENGTH]
     if op == OUTSIDE:
         return ""
     op = Op.F if op == Op.FB else op  # FB's backward is a row of its own
-    where = f"stage {stage}, micro-batch {microbatch}" if microbatch >= 0 else f"stage {stage}"
+    where = f"stage {stage}{_replica_in_words(page)}"
+    where += f", micro-batch {microbatch}" if microbatch >= 0 else ""
     return f"{Action(Op(op), stage, microbatch, version, other)} ({where})"

@@ -80,4 +80,5 @@ class ActivationMeter(Observer):
             self.bytes[row.stage].activations = self.heap.bytes
             self.heap = self.saving = None
         elif row.op is Op.I:
-            self.bytes[row.stage].until_weight = self.stages.stages[row.stage].queues[MEASURED].held_bytes
+            queue = self.stages.stages[row.stage].queues.get(MEASURED)  # none where a replica has no rows of it
+            self.bytes[row.stage].until_weight = 0 if queue is None else queue.held_bytes
