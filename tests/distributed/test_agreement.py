@@ -31,7 +31,7 @@ def refusal(folder: Path, ranks: int, **asked) -> str:
     [
         ("model", "expected the same model on every rank, but got GPT of"),
         ("schedule", "expected the same schedule on every rank, but got 1f1b of"),
-        ("data", "expected the same batch on every rank, but got another"),
+        ("data", "expected the same batch on every rank, but got different ones"),
     ],
 )
 def test_ranks_that_disagree(tmp_path, odd, message):
