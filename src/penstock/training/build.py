@@ -195,7 +195,8 @@ def _agree(ranks: Ranks, model: nn.Module, chosen: Chosen, options: PipelineOpti
     plan = chosen.choice.plan
     planned = {"plan": None if plan is None else plan.in_short()}
     schedule = {"schedule": describe(chosen), "micro-batches": chosen.choice.microbatches}
-    require_agreement(ranks, schedule | planned | {"processes of every stage": [list(group) for group in ranks.members]} | options.agreed())
+    placed = {"processes of every stage": [list(group) for group in ranks.members]}
+    require_agreement(ranks, schedule | planned | placed | options.agreed())
     same_weights(ranks, model)
 
 

@@ -38,6 +38,11 @@ class Ranks:
         """The number of replicas of every stage."""
         return tuple(len(group) for group in self.members)
 
+    def of_slots(self, shape: Shape) -> list[int]:
+        """Return the process of every slot."""
+        places = zip(shape.slot_rank.tolist(), shape.slot_replica.tolist(), strict=True)
+        return [self.members[shape.stages_of(rank)[0]][replica] for rank, replica in places]
+
     @property
     def here(self) -> tuple[int, ...]:
         """The stages that this process runs."""
