@@ -1,6 +1,6 @@
 """Plans that workers and the inline engine must carry out to the same bits, and what one run of them gives.
 
-Run as a script, by every rank: python plan_bits.py FOLDER, which holds the plans and gets what rank 0 found.
+Run as a script, by every rank: python plan_bits.py FOLDER CASE..., which holds the plans and gets what each rank found.
 """
 
 from __future__ import annotations
@@ -33,13 +33,25 @@ CASES: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # schedule, 
 }
 
 
+Devices = tuple[tuple[tuple[int, ...], ...], ...]
+# On three devices, in another order than their slots; of "few" the plan leaves some of the cluster's devices out.
+MOVED: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], Devices]] = {
+    "moved": ("1f1b", (0, 1, 2), (3, 7), (((2,),), ((0,),), ((1,),))),
+    "moved pipedream": ("pipedream", (0, 1, 2), (3, 7), (((1,),), ((2,),), ((0,),))),
+    "replicas": ("1f1b", (0, 1), (5,), (((2,), (0,)), ((1,),))),
+    "few": ("zb-h1", (0, 1), (5,), (((9,),), ((3,), (7,)))),
+    "chunks": ("interleaved", (0, 1, 0, 1), (1, 5, 9), (((0,), (2,)), ((1,),))),
+}
+
+
 def plan(case: str) -> penstock.Plan:
     """Every second stage recomputes, every third offloads."""
-    schedule, placement, cuts = CASES[case]
+    schedule, placement, cuts, *moved = CASES[case] if case in CASES else MOVED[case]
+    devices = moved[0] if moved else (((0,),), ((1,),))
     layers = len(layers_of(model(), (torch.zeros(2, 8, dtype=torch.long),), {}))
     ends = pairwise([0, *cuts, layers])
     stages = tuple(StagePlan(a, b - 1, at % 2 == 1, at % 3 == 0) for at, (a, b) in enumerate(ends))
-    return penstock.Plan(stages, placement, (((0,),), ((1,),)), schedule, 4)
+    return penstock.Plan(stages, placement, devices, schedule, 4)
 
 
 def model() -> GPT:
@@ -61,15 +73,15 @@ def run(given: Any) -> dict[str, Any]:
     )  # fmt: skip
     losses = [step.loss for step in pipe.train(data)]
     state = pipe.state_dict()
-    forwards = {stage.index: stage.forwards for stage in pipe.stages}
+    forwards = {f"{stage.index}.{stage.replica}": stage.forwards for stage in pipe.stages}
     pipe.close()
     mark = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
     return {"losses": losses, "mark": mark, "forwards": forwards}
 
 
-def main(folder: str) -> None:
+def main(folder: str, *cases: str) -> None:
     rank = os.environ["RANK"]
-    found = {case: run(Path(folder) / f"{case}.json") for case in CASES}
+    found = {case: run(Path(folder) / f"{case}.json") for case in cases}
     Path(folder, f"found.{rank}").write_text(json.dumps(found))
 
 
@@ -82,4 +94,4 @@ def disagree() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1]) if sys.argv[1:] else disagree()
+    main(*sys.argv[1:]) if sys.argv[1:] else disagree()

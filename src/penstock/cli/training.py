@@ -23,7 +23,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Steps, in place of the config's.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the measured run to this HTML file.")] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="Use this plan in place of the config's stages and schedule.")
+        Path | None, typer.Option(help="Use this plan in place of the config's stages, replicas and schedule.")
     ] = None,
     resume: Annotated[
         str | None, typer.Option(help="Continue from this checkpoint; auto: from the newest of this run, if any.")
@@ -31,7 +31,7 @@ def train(
     inline: Inline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a config on local workers, one per stage, or on the ranks that torchrun has launched.
+    """Train a config on local workers, one per replica of every stage, or on the ranks that torchrun has launched.
 
     Example: `penstock train examples/gpt.toml --steps 50 --report run.html`
     """
@@ -45,7 +45,7 @@ def train(
     }
     changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
     if plan is not None:
-        own = ("stages", "cuts", "chunks", "schedule", "microbatches")
+        own = ("stages", "replicas", "cuts", "chunks", "schedule", "microbatches")
         changes |= {f"pipeline.{name}": None for name in own} | {"pipeline.options": {}, "pipeline.plan": str(plan)}
     section = read_raw(config, changes).get("training")
     if isinstance(section, dict):

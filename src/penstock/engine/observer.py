@@ -31,6 +31,10 @@ class Observer:
     def stage_ends(self, row: ActionRow) -> None:
         """Called after the stage's own computation of a row."""
 
+    def reduced(self, stage: int, end: int) -> None:
+        """Called when the sums of a stage's gradients over its replicas were waited for; `end`, by
+        `perf_counter_ns`, is when they were there."""
+
     def update_begins(self, stage: int) -> None:
         """Called before an update of a stage."""
 
@@ -38,7 +42,9 @@ class Observer:
         """Called after an update of a stage."""
 
 
-EVENTS = ("begin", "before", "after", "interrupted", "stage_begins", "stage_ends", "update_begins", "update_ends")
+EVENTS = (
+    "begin", "before", "after", "interrupted", "stage_begins", "stage_ends", "reduced", "update_begins", "update_ends",
+)  # fmt: skip
 
 
 class Observers:
@@ -50,6 +56,7 @@ class Observers:
     interrupted: tuple[Any, ...]
     stage_begins: tuple[Any, ...]
     stage_ends: tuple[Any, ...]
+    reduced: tuple[Any, ...]
     update_begins: tuple[Any, ...]
     update_ends: tuple[Any, ...]
 

@@ -60,7 +60,7 @@ def assemble(options: PipelineOptions, choice: ScheduleChoice) -> Assembled:
     model, cuts, stages = _as_model(options)
     chosen = choose(choice if stages is None else replace(choice, stages=stages), options, cuts)
     shape = chosen.built.shape
-    ranks = join_ranks(shape, options.timeout)
+    ranks = join_ranks(shape, options.timeout, () if choice.plan is None else choice.plan.processes)
     bare = is_weightless(model)
     device = torch.get_default_device() if bare else home_of(model)
     args, kwargs = as_call(options.example)
@@ -196,7 +196,8 @@ def _agree(ranks: Ranks, model: nn.Module, chosen: Chosen, options: PipelineOpti
     plan = chosen.choice.plan
     planned = {"plan": None if plan is None else plan.in_short()}
     schedule = {"schedule": describe(chosen), "micro-batches": chosen.choice.microbatches}
-    require_agreement(ranks, schedule | planned | {"replicas": list(ranks.replicas)} | options.agreed())
+    placed = {"processes of every stage": [list(group) for group in ranks.members]}
+    require_agreement(ranks, schedule | planned | placed | options.agreed())
     same_weights(ranks, model)
 
 
@@ -211,7 +212,7 @@ def _open(
         return None
     pairs = [(users[0], user) for users in tied.values() for user in users[1:]]
     names = lane_names(ranks.placement, edges, pairs, ranks.replicas)
-    return open_lanes(ranks.world, names, ranks.placement, device, options.transport)
+    return open_lanes(ranks.world, names, ranks.members, device, options.transport)
 
 
 def _needed(split: Split, here: tuple[int, ...]) -> list[str]:

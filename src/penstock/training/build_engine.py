@@ -66,7 +66,8 @@ class EngineContext:
 
     def slots(self, shape: Shape) -> tuple[int, ...]:
         """Return which slots of a shape this process runs."""
-        return tuple(range(shape.slots)) if self.lanes is None else (self.ranks.world.rank,)
+        ranks = self.ranks
+        return tuple(range(shape.slots)) if self.lanes is None else (shape.slot(ranks.here[0], ranks.replica),)
 
 
 @dataclass(frozen=True)

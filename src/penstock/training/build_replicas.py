@@ -55,8 +55,7 @@ def open_sums(
     world = ranks.world
     if not isinstance(world, World):
         return ReplicaSums(by_place, ranks.replicas, tied)
-    first = ranks.placement[ranks.here[0]]
-    group = tuple(range(first, first + ranks.replicas[ranks.here[0]]))
+    group = ranks.members[ranks.here[0]]
     if len(group) == 1:
         return ReplicaSums(by_place, ranks.replicas, tied)
     reducer = open_reducer(world, group, device)

@@ -87,6 +87,9 @@ class FlushUpdates:
             self.fresh = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
             if self.sums is not None:
                 self.fresh |= self.sums.finish()
+                for stage, end in self.sums.ended.items():
+                    for notify in self.observers.reduced:
+                        notify(stage, end)
             for parameter, tied in self._tied().items():
                 own = self.fresh.get(parameter)  # of a loss that reads the weight itself, to keep it small
                 self.fresh[parameter] = tied if own is None else tied + own

@@ -112,7 +112,7 @@ class PipelineOptions:
     plan: Annotated[
         Any,
         Option("A Plan, what `penstock.plan` returns, or the path of its JSON, in place of stages, cuts, chunks, "
-               "replicas, schedule and microbatches. Process r runs the plan's rank r."),
+               "replicas, schedule and microbatches. Process r runs the stages on the r-th device that the plan uses."),
     ] = None  # fmt: skip
     recompute: Annotated[
         str,

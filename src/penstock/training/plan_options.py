@@ -43,6 +43,16 @@ class Planned:
             expected = "a plan with one device in each tensor group, which is all that can be run so far"
             raise InputError(expected, widest, "plan again by penstock plan")
 
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The process of every slot: process r runs what the plan has on the r-th device that it uses.
+
+        Replicas of a stage are alike, so the first of them is the one on the first of their devices.
+        """
+        used = sorted(device for (device,) in self.plan.slots)
+        number = {device: at for at, device in enumerate(used)}
+        return tuple(at for rank in self.plan.devices for at in sorted(number[device] for (device,) in rank))
+
     def options(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the schedule's options and the staleness mitigation given beside the plan."""
         own = [name for name in given if name not in MITIGATIONS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +26,32 @@ class Ranks:
     """The processes of one pipeline, as one of them sees them."""
 
     world: World | Alone
-    placement: tuple[int, ...]  # the rank of every stage's first replica; all 0 where one process runs them all
-    replicas: tuple[int, ...]  # of every stage
+    members: tuple[tuple[int, ...], ...]  # the process of every replica of every stage; all 0 where one runs them all
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The process of every stage's first replica."""
+        return tuple(group[0] for group in self.members)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The number of replicas of every stage."""
+        return tuple(len(group) for group in self.members)
+
+    def of_slots(self, shape: Shape) -> list[int]:
+        """Return the process of every slot."""
+        places = zip(shape.slot_rank.tolist(), shape.slot_replica.tolist(), strict=True)
+        return [self.members[shape.stages_of(rank)[0]][replica] for rank, replica in places]
 
     @property
     def here(self) -> tuple[int, ...]:
         """The stages that this process runs."""
-        if self.alone:
-            return tuple(range(len(self.placement)))
-        rank = self.world.rank
-        return tuple(at for at, first in enumerate(self.placement) if first <= rank < first + self.replicas[at])
+        return tuple(stage for stage, group in enumerate(self.members) if self.world.rank in group)
 
     @property
     def replica(self) -> int:
         """Which replica of its stages this process runs; 0 where it runs them all."""
-        return 0 if self.alone else self.world.rank - self.placement[self.here[0]]
+        return 0 if self.alone else self.members[self.here[0]].index(self.world.rank)
 
     @property
     def replicated(self) -> bool:
@@ -92,16 +104,22 @@ def _leaves(result: Any) -> bytes:
     return to_bytes(Message(tensors, json.dumps(words).encode()))
 
 
-def join_ranks(shape: Shape, timeout: float) -> Ranks:
-    """The processes that were launched together, one a pipeline rank; or this one for all."""
-    world, replicas = join(), tuple(shape.stage_replicas.tolist())
+def join_ranks(shape: Shape, timeout: float, order: Sequence[int] = ()) -> Ranks:
+    """The processes that were launched together, one for every slot; or this one for all.
+
+    `order`: the process of every slot, where a plan has placed them; else process r runs slot r.
+    """
+    world = join()
     if world is None or world.size == 1:
-        return Ranks(Alone(), (0,) * shape.stages, replicas)
+        return Ranks(Alone(), tuple((0,) * count for count in shape.stage_replicas.tolist()))
     world.watch.timeout = timeout
     begin_pipeline(world)
     if world.size != shape.slots:
         raise _wrong_size(shape, world.size)
-    ranks = Ranks(world, tuple(shape.slot(stage) for stage in range(shape.stages)), replicas)
+    process = tuple(order) or tuple(range(shape.slots))
+    first = [shape.slot(stage) for stage in range(shape.stages)]
+    members = tuple(process[at : at + count] for at, count in zip(first, shape.stage_replicas.tolist(), strict=True))
+    ranks = Ranks(world, members)
     several = ranks.replicas[ranks.here[0]] > 1
     world.watch.status_page.name_stages(ranks.here, ranks.replica if several else None)
     return ranks

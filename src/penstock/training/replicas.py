@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ class ReplicaSums:
     reducers: Mapping[int, Reducer] = field(default_factory=dict)
     sharded: ShardedState | None = None
     started: dict[int, StartedSums] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)  # by stage, when the sums were there, in nanoseconds
 
     def start(self, stage: Stage) -> None:
         """Begin to add the gradients of a stage; a replica in this process is waited for at the end."""
@@ -84,6 +86,7 @@ class ReplicaSums:
         """Return the sums of a stage whose other replicas are in other processes."""
         started = self.started.pop(at)
         *totals, counts = started.pending.wait()
+        self.ended[at] = max(pending.ended for pending in (started.pending, *(one.pending for one in started.divided)))
         stage.parts.clear()
         made = dict(zip(_trained(stage), counts.tolist(), strict=True))
         sums = dict(zip(started.whole, totals, strict=True))
@@ -100,6 +103,7 @@ class ReplicaSums:
         *totals, counts = (_in_order(parts) for parts in zip(*every, strict=True))
         for one in replicas:
             one.parts.clear()
+        self.ended[at] = perf_counter_ns()
         parameters = zip(_trained(replicas[0]), totals, counts.tolist(), strict=True)
         return {parameter: total for parameter, total, made in parameters if made}
 

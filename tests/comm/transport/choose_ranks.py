@@ -29,7 +29,7 @@ def chain(world: World) -> tuple[list[LaneName], tuple[int, ...]]:
 def opened(world: World, transport: str | None = None, device: str = "cpu") -> OpenLanes:
     names, placement = chain(world)
     local = LaneName(world.size - 1, world.size)
-    return open_lanes(world, [*names, local], placement, torch.device(device), transport)
+    return open_lanes(world, [*names, local], [(rank,) for rank in placement], torch.device(device), transport)
 
 
 def talk(lanes: OpenLanes, run: int, size: int = 100, count: int = 5, device: str = "cpu") -> None:
@@ -114,7 +114,7 @@ def different_wishes(world: World) -> None:
 
 def different_lanes(world: World) -> None:
     try:
-        open_lanes(world, [LaneName(0, 1 + world.rank)], (0, 1, 1), torch.device("cpu"))
+        open_lanes(world, [LaneName(0, 1 + world.rank)], ((0,), (1,), (1,)), torch.device("cpu"))
     except InputError as error:
         print(error)
 

@@ -134,7 +134,7 @@ def test_stages_of_one_rank_need_no_ranks():
         def gather(self, data):
             return [data]
 
-    lanes = open_lanes(Single(), [LaneName(0, 1)], (0, 0), torch.device("cpu"))
+    lanes = open_lanes(Single(), [LaneName(0, 1)], ((0,), (0,)), torch.device("cpu"))
     lanes.senders[LaneName(0, 1)].send(MessageKey(0, 0), Message({0: torch.ones(1)}))
     assert lanes.receivers[LaneName(0, 1)].receive(MessageKey(0, 0)).values[0] == 1
     assert lanes.kinds == {LaneName(0, 1): "local"}

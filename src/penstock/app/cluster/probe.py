@@ -103,7 +103,7 @@ class Probe:
     def open(self, peers: list[int]) -> None:
         """Open lanes in both directions between rank 0 and each peer. All ranks have to call."""
         ways = [LaneName(*pair) for at in range(1, len(peers) + 1) for pair in ((0, at), (at, 0))]
-        self.lanes = open_lanes(self.world, ways, [0, *peers], self.device)
+        self.lanes = open_lanes(self.world, ways, [(0,), *((peer,) for peer in peers)], self.device)
 
     def transfer(self, at: int, peer: int) -> Fit:
         """Measure transfers between rank 0 and the `at`-th peer. All ranks have to call."""

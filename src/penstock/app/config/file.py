@@ -28,7 +28,7 @@ def read_raw(path: str | Path, changes: dict[str, Any] | None = None) -> dict[st
 
 Raw = dict[str, Any]
 # Placeholders for the values of a faulty plan, so that they are not reported as missing.
-ANY: Raw = {"stages": 1, "microbatches": 1, "schedule": "1f1b", "options": {}}
+ANY: Raw = {"stages": 1, "replicas": 1, "microbatches": 1, "schedule": "1f1b", "options": {}}
 
 
 def with_plan(raw: Raw) -> tuple[Raw, list[ConfigFault]]:
@@ -51,6 +51,7 @@ def _plan_values(path: str, options: Any) -> Raw:
     plan = given.plan
     planned = {
         "stages": plan.ranks,
+        "replicas": list(plan.replicas),
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "chunks": plan.chunks,

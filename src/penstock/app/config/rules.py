@@ -12,7 +12,7 @@ from penstock.errors import InputError
 from penstock.training.checkpoint.kept_steps import AUTO
 
 NOT_HERE = {"costs", "seed"}  # options of auto: TOML cannot express the first, and the second is pipeline.seed
-NEEDED = ("schedule", "stages", "microbatches", "chunks", "cuts", "options")
+NEEDED = ("schedule", "stages", "replicas", "microbatches", "chunks", "cuts", "options")
 
 
 def schedule_faults(good: dict[str, Any]) -> Iterator[ConfigFault]:
@@ -52,10 +52,12 @@ def _unknown(schedule: str, options: dict[str, Any]) -> Iterator[ConfigFault]:
 
 
 def _locate_fault(values: dict[str, Any], options: dict[str, Any], error_of_all: InputError) -> Iterator[ConfigFault]:
-    """Yield the fault of the schedule without options, of single options, or of all options together."""
+    """Yield the fault of the schedule without options and replicas, of the replicas, of single options, or of all
+    options together."""
     bare = _schedule_refusal(values, {})
     if bare is not None:
-        yield _fault("pipeline", bare)
+        alone = _schedule_refusal(values | {"replicas": 1}, {})
+        yield _fault("pipeline", alone) if alone is not None else _fault("pipeline.replicas", bare)
         return
     single = {name: _schedule_refusal(values, {name: value}) for name, value in options.items()}
     wrong = [_fault(f"pipeline.options.{name}", error) for name, error in single.items() if error is not None]
@@ -69,7 +71,7 @@ def _schedule_refusal(values: dict[str, Any], options: dict[str, Any]) -> InputE
 
     named = (values["schedule"], values["stages"], values["microbatches"], values["chunks"])
     try:
-        built = read_schedule(ScheduleChoice(*named, options), values["cuts"])
+        built = read_schedule(ScheduleChoice(*named, options, replicas=values["replicas"]), values["cuts"])
         read_mitigation(options, built.shape)
     except InputError as error:
         return error
@@ -113,6 +115,11 @@ def _training(good: Good) -> Iterator[ConfigFault]:
     if batch and parts and batch < parts:
         expected = f"at least {parts} rows, one for each micro-batch"
         yield ConfigFault("training.batch", expected, str(batch), "enlarge it, or lower pipeline.microbatches")
+    replicas = good.get("pipeline.replicas", 1)
+    most = max(replicas) if isinstance(replicas, list) else replicas
+    if batch and batch < most:
+        expected = f"at least {most} rows, one for each replica"
+        yield ConfigFault("training.batch", expected, str(batch), "enlarge it, or lower pipeline.replicas")
     wants = good.get("training.checkpoint_every") or good.get("training.keep") or good.get("training.resume") == AUTO
     if wants and good.get("training.checkpoint", 0) is None:
         yield ConfigFault("training.checkpoint", "a path to write checkpoints to", "nothing", "add it")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -124,8 +124,21 @@ class GivenSource(Section):
     validation: Function | None = None  # returns the held-out batches, with the same arguments
 
 
+def _replicas(value: Any) -> Any:
+    """Return a count of replicas, or a list of one for each rank."""
+    counts = value if isinstance(value, list) else [value]
+    if not counts or not all(type(count) is int and count > 0 for count in counts):
+        raise ValueError(value)
+    return value
+
+
 class PipelineSection(Section):
     stages: Count
+    replicas: Annotated[
+        int | list[int],
+        PlainValidator(_replicas),
+        Field(description="a whole number of at least 1, or a list of one for each rank"),
+    ] = 1
     schedule: Annotated[str, Field(description="the name of a schedule")] = "1f1b"
     options: Annotated[dict[str, Any], Field(description="a table of the schedule's options")] = {}
     microbatches: Count = 4
@@ -133,7 +146,7 @@ class PipelineSection(Section):
     cuts: Annotated[
         list[str] | None, Field(description="a list of the modules at which the second, third, ... piece begins")
     ] = None
-    plan: FilePath | None = None  # replaces the six above
+    plan: FilePath | None = None  # replaces the seven above
     recompute: Annotated[
         Literal["never", "except-last", "always"], Field(description='"never", "except-last" or "always"')
     ] = "never"
@@ -141,6 +154,16 @@ class PipelineSection(Section):
     clip: Positive | None = None
     seed: Whole = 0
     timeout: Positive | None = None  # seconds that a rank waits for another
+
+    @property
+    def counts(self) -> list[int]:
+        """The replicas of every rank."""
+        return self.replicas if isinstance(self.replicas, list) else [self.replicas] * self.stages
+
+    @property
+    def workers(self) -> int:
+        """The processes of the pipeline: one for every replica of every rank."""
+        return sum(self.counts)
 
 
 def as_arguments(given: dict[str, Any]) -> dict[str, Any]:

@@ -159,5 +159,5 @@ def _schedule_options(section: PipelineSection) -> dict[str, Any]:
     if section.plan is not None:
         mitigation = {name: value for name, value in section.options.items() if name in MITIGATIONS}
         return {"plan": section.plan, **mitigation}
-    names = ("stages", "schedule", "microbatches", "cuts", "chunks")
+    names = ("stages", "replicas", "schedule", "microbatches", "cuts", "chunks")
     return {name: getattr(section, name) for name in names} | section.options

@@ -31,8 +31,8 @@ from penstock.training.option_checks import home_of
 
 
 def run(request: Request, busy: int | None, out: TextIO | None) -> MeasuredProfile | int:
-    """Measure, or return the exit code of failed workers. `busy` processes measure at a time; by default one for each
-    stage where stages share this host's cores."""
+    """Measure, or return the exit code of failed workers. `busy` processes measure at a time; by default as many as
+    train, where they share this host's cores."""
     task = request.task()
     processes = _usual(task) if busy is None else whole("busy", busy)
     if processes == 1:
@@ -49,7 +49,7 @@ def run(request: Request, busy: int | None, out: TextIO | None) -> MeasuredProfi
 
 def _usual(task: Task) -> int:
     on_host = not torch.cuda.is_available() or home_of(task.model()).type == "cpu"
-    return task.config.pipeline.stages if on_host else 1
+    return task.config.pipeline.workers if on_host else 1
 
 
 def _measured(task: Task, request: Request, peers: Peers, out: TextIO | None) -> MeasuredProfile:

@@ -54,21 +54,21 @@ def parse_request() -> Request:
 def start(module: str, work: Callable[[Request], int], request: Request, inline: bool) -> int:
     """Run a command's work and return its exit code. `module` is the module that a worker runs."""
     task = request.task()  # a faulty config is refused here, once for all workers
-    stages = task.config.pipeline.stages
+    workers = task.config.pipeline.workers
     _require_memory(task.config.model)
     if launched():
         if inline:
             came = f"{os.environ['WORLD_SIZE']} that were launched together"
             raise InputError("one process for --inline", came, "leave --inline out, or launch one")
         return work(request)
-    if inline or stages == 1:
+    if inline or workers == 1:
         return work(request)
-    if stages > MANY * (os.cpu_count() or 1):
+    if workers > MANY * (os.cpu_count() or 1):
         task.pipeline(verify=False)  # raises if there are more stages than layers
     from penstock.app.run.launcher import launch
     from penstock.app.run.worker_main import command
 
-    return launch(command(module, request.arguments()), stages)
+    return launch(command(module, request.arguments()), workers)
 
 
 def _require_memory(model: GPTModel | GivenModel) -> None:

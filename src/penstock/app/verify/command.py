@@ -51,6 +51,11 @@ class StageDistance:
     gradient: Distance = field(default_factory=Distance)
     weight: Distance = field(default_factory=Distance)
 
+    def keep_worse(self, other: StageDistance) -> None:
+        """Keep the larger distances of two replicas of the stage."""
+        self.gradient.keep_worse(other.gradient)
+        self.weight.keep_worse(other.weight)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -153,8 +158,10 @@ def compare(task: Task, steps: int) -> Verdict:
         )
         _compare_tensors(own_stages, pipe.split.owner, recorder, plain)
     parts = pipe.ranks.world.gather(json.dumps([stage.to_json() for stage in own_stages.values()]).encode())
-    every = [StageDistance.from_json(stage) for part in parts for stage in json.loads(part)]
-    return Verdict(steps, kind, TOLERANCE[kind], loss, sorted(every, key=lambda stage: stage.stage))
+    stages: dict[int, StageDistance] = {}
+    for one in (StageDistance.from_json(stage) for part in parts for stage in json.loads(part)):
+        stages.setdefault(one.stage, one).keep_worse(one)
+    return Verdict(steps, kind, TOLERANCE[kind], loss, [stages[at] for at in sorted(stages)])
 
 
 def _compare_tensors(

@@ -32,7 +32,9 @@ class Traffic:
 
 
 class Pending(Protocol):
-    """A reduction that was started."""
+    """A reduction that was started. `ended`: when it was over, by `perf_counter_ns`; known after `wait`."""
+
+    ended: int
 
     def wait(self) -> list[Tensor]:
         """The results. Raises why there are none: another rank failed, or the ranks gave unlike tensors."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, perf_counter_ns
 
 from torch import Tensor
 
@@ -71,6 +71,7 @@ class Worker:
             except BaseException as error:
                 self.failure = error
             task.failure = self.failure  # after one, the ranks are no longer at the same place
+            task.ended = perf_counter_ns()
             task.over.set()
             del item, work, task  # their tensors are not kept while the next are awaited
 
@@ -80,6 +81,7 @@ class Task:
 
     def __init__(self, worker: Worker) -> None:
         self.over = threading.Event()
+        self.ended = 0
         self.results: list[Tensor] = []
         self.failure: BaseException | None = None
         self._worker = worker

@@ -160,17 +160,17 @@ class OpenLanes(Lanes):
 def open_lanes(
     world: TransportWorld,
     names: Iterable[LaneName],
-    placement: Sequence[int],
+    placement: Sequence[Sequence[int]],
     device: torch.device,
     transport: str | None = None,
 ) -> OpenLanes:
     """Open the lane ends of this rank. Every rank has to call, with the names of all lanes.
 
-    `placement`: the rank of each stage's first replica; its others follow. `transport`: "shared", "gloo" or a
-    registered name to override the choice by location; by default the environment's PENSTOCK_TRANSPORT.
+    `placement`: the ranks of each stage's replicas. `transport`: "shared", "gloo" or a registered name to override the
+    choice by location; by default the environment's PENSTOCK_TRANSPORT.
     """
     ends: Ends = {
-        name: (placement[name.source] + name.source_replica, placement[name.target] + name.target_replica)
+        name: (placement[name.source][name.source_replica], placement[name.target][name.target_replica])
         for name in sorted(set(names))
     }
     facts = exchange(world, ends, device, requested_transport(transport))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.action import Op
 from penstock.core.lowered_loop import ActionRow
 from penstock.engine.observer import Observer
 
@@ -30,7 +31,8 @@ class Clock(Observer):
     """Clock readings of the slots of one process, in nanoseconds of its host's monotonic clock.
 
     A run is a step of synchronous training, or asynchronous training from fill to drain. Time between two calls of the
-    executor, such as the user's own code, belongs to no row.
+    executor, such as the user's own code, belongs to no row. A reduction ends when its sums are there, while its slot
+    goes on with other rows.
     """
 
     def __init__(self, slots: tuple[int, ...], keep: int = KEEP, read: Callable[[], int] = perf_counter_ns) -> None:
@@ -43,6 +45,7 @@ class Clock(Observer):
         """Discard the readings of a failed run, or begin a new one."""
         self.starts: dict[int, list[int]] = {slot: [] for slot in self.slots}
         self.ends: dict[int, list[int]] = {slot: [] for slot in self.slots}
+        self.reductions: dict[int, list[tuple[list[int], int]]] = {}  # by stage: ends of a slot, and the place in them
 
     def begin(self, slot: int) -> None:
         self.start, self.end = self.starts[slot], self.ends[slot]
@@ -53,7 +56,13 @@ class Clock(Observer):
     def after(self, row: ActionRow) -> None:
         self.start.append(self.now)
         self.now = self.read()
+        if row.op is Op.REDUCE:
+            self.reductions.setdefault(row.stage, []).append((self.end, len(self.end)))
         self.end.append(self.now)
+
+    def reduced(self, stage: int, end: int) -> None:
+        for ends, at in self.reductions.pop(stage, ()):
+            ends[at] = max(ends[at], end)
 
     def finish(self, batches: int, rows: int | None = None) -> None:
         """End a run. It is kept only if all of its `rows`, over all slots, were recorded."""

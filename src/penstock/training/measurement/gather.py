@@ -9,11 +9,12 @@ import numpy as np
 
 from penstock.comm.world.world import World
 from penstock.core.action import Op
-from penstock.core.cost import Footprint
+from penstock.core.cost import Footprint, shares
 from penstock.core.links import FloatArray
 from penstock.core.loop import Loop
 from penstock.core.lower import lower
 from penstock.core.schedule import Schedule
+from penstock.core.shape import Shape
 from penstock.core.timeline import Timeline
 from penstock.engine.measure.clock import Clock, Readings
 from penstock.errors import InputError
@@ -25,7 +26,8 @@ from penstock.training.pipeline_parts import PipelineParts
 from penstock.training.sharded_state import Shard
 
 Json = dict[str, Any]
-PARTS = ("activations", "until_weight", "inputs", "weights", "gradients", "optimizer", "buffers")
+BY_ROWS = ("activations", "until_weight", "inputs")  # of a micro-batch's rows, which replicas divide
+PARTS = (*BY_ROWS, "weights", "gradients", "optimizer", "buffers")
 
 
 def gathered(pipe: PipelineParts) -> Measured:
@@ -38,11 +40,13 @@ def gathered(pipe: PipelineParts) -> Measured:
     if not clock.runs:
         raise _nothing_yet()
     steps = np.stack([run.readings for run in clock.runs])
-    start, end = _seconds(_gathered_readings(world, clock, steps), schedule)
-    facts = [json.loads(part) for part in world.gather(json.dumps(_measured_bytes(pipe)).encode())]
+    order = pipe.ranks.of_slots(schedule.shape)
+    start, end = _seconds(_gathered_readings(world, clock, steps, order), schedule)
+    every = world.gather(json.dumps(_measured_bytes(pipe)).encode())
+    facts = [json.loads(every[process]) for process in order]
     again = np.array([stage.recompute is not Recompute.NEVER for stage in pipe.settings])
     added = np.array([float(part["added"]) for part in facts])
-    return Measured(schedule, start, end, clock.first, again, _footprint(facts, schedule.shape.stages), added)
+    return Measured(schedule, start, end, clock.first, again, _footprint(facts, schedule.shape), added)
 
 
 def timeline_here(pipe: PipelineParts) -> Timeline:
@@ -74,17 +78,18 @@ def gathered_run(pipe: PipelineParts) -> Timeline:
     run = clock.runs[-1]
     readings = run.readings
     if not pipe.ranks.alone:
-        readings = np.concatenate(_gathered_readings(_world(pipe), clock, readings), axis=-1)
+        order = pipe.ranks.of_slots(loop.shape)
+        readings = np.concatenate(_gathered_readings(_world(pipe), clock, readings, order), axis=-1)
     start, end = _since_first(readings)
     return Timeline(lower(loop.unroll(run.batches)), start, end, measured=True)
 
 
-def _gathered_readings(world: World, clock: Clock, readings: Readings) -> list[Readings]:
-    """Return the readings of all ranks, on rank 0's clock."""
+def _gathered_readings(world: World, clock: Clock, readings: Readings, order: list[int]) -> list[Readings]:
+    """Return the readings of all slots, on rank 0's clock. `order`: the process of every slot."""
     ahead = offsets(world, clock.read)
     parts = world.gather(np.ascontiguousarray(readings).tobytes())
     shape = (*readings.shape[:-1], -1)
-    return [np.frombuffer(part, np.int64).reshape(shape) - ahead[rank] for rank, part in enumerate(parts)]
+    return [np.frombuffer(parts[rank], np.int64).reshape(shape) - ahead[rank] for rank in order]
 
 
 def _since_first(readings: Readings) -> tuple[FloatArray, FloatArray]:
@@ -113,15 +118,29 @@ def _world(pipe: PipelineParts) -> World:
 
 def _seconds(ranks: list[Readings], schedule: Schedule) -> tuple[FloatArray, FloatArray]:
     """Return start and end of every row of some steps, in seconds: (steps, rows). Before the updates all ranks agree on
-    them: the first update of a rank begins when the last rank has come to that."""
+    them: the first update of a rank begins when the last rank has come to that, with all reductions."""
     readings = np.concatenate(ranks, axis=-1)
     start, end = np.moveaxis((readings - readings.min()) * 1e-9, 1, 0)
     update = schedule.rows.op == Op.UPDATE
     first = [int(begin) + int(np.argmax(update[begin:])) for begin in schedule.starts[:-1]]
-    met = np.max([end[:, row - 1] for row in first], axis=0)
-    for row in first:
-        start[:, row] = np.clip(met, end[:, row - 1], start[:, row])
+    _begin_reductions_together(schedule, start, end)
+    own = [end[:, begin:row].max(axis=1) for begin, row in zip(schedule.starts.tolist(), first, strict=False)]
+    met = np.max(own, axis=0)
+    for row, done in zip(first, own, strict=True):
+        start[:, row] = np.clip(met, done, start[:, row])
     return start, end
+
+
+def _begin_reductions_together(schedule: Schedule, start: FloatArray, end: FloatArray) -> None:
+    """Begin each reduction when the last replica has come to it, and each slot has ended the one before."""
+    rows = np.flatnonzero(schedule.rows.op == Op.REDUCE)
+    stages, slots = schedule.rows.stage[rows], schedule.slot_of_rows()[rows]
+    free = np.zeros((len(start), schedule.shape.slots))
+    for stage in dict.fromkeys(stages.tolist()):  # those of one slot in the order of its rows
+        members, own = rows[stages == stage], slots[stages == stage]
+        begun = np.maximum(start[:, members], free[:, own]).max(axis=1, keepdims=True)
+        start[:, members] = np.minimum(begun, end[:, members])
+        free[:, own] = end[:, members]
 
 
 def standing(pipe: PipelineParts) -> dict[int, dict[str, int]]:
@@ -158,6 +177,13 @@ def _measured_bytes(pipe: PipelineParts) -> Json:
     return {"stages": stages, "added": meter.peak.added()}
 
 
-def _footprint(facts: list[Json], stages: int) -> Footprint:
-    every = {int(at): kept for part in facts for at, kept in part["stages"].items()}
-    return Footprint(**{name: np.array([float(every[at][name]) for at in range(stages)]) for name in PARTS})
+def _footprint(facts: list[Json], shape: Shape) -> Footprint:
+    """Return the bytes of every stage: of its replicas the most, and of what they keep of a micro-batch's rows as much
+    as all rows would take."""
+    most = {name: np.zeros(shape.stages) for name in PARTS}
+    for part in facts:
+        for stage, kept in part["stages"].items():
+            for name in PARTS:
+                most[name][int(stage)] = max(most[name][int(stage)], kept[name])
+    share = shares(shape)
+    return Footprint(**{name: most[name] / share if name in BY_ROWS else most[name] for name in PARTS})

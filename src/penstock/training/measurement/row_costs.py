@@ -4,6 +4,9 @@ All of a rank's own time is counted: a compute row includes the sends that follo
 before it, because they occupy the rank too. Where a receive had to wait, the time from the end of the send to its own
 end, less the handling, is the latency of the link.
 
+A replica's rows take its share of a micro-batch's seconds, so a stage's are as many times longer. A reduction is
+counted from when the last replica has come to it.
+
 All costs are means, not medians: rows differ (the first backward allocates the gradients), delays scatter to one side,
 and the seconds of a step are the sum of its rows, the slow ones included.
 """
@@ -16,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.cost import Costs, Footprint
+from penstock.core.cost import Costs, Footprint, shares
 from penstock.core.links import FloatArray, Links, pair_links
 from penstock.core.match import Match, match
 from penstock.core.schedule import BoolArray, Schedule
@@ -33,15 +36,18 @@ class Timed:
 
     def costs(self, footprint: Footprint) -> Costs:
         shape = self.schedule.shape
-        forward, whole, split = self._by_stage(Op.F, Op.FB), self._by_stage(Op.B), self._by_stage(Op.I)
+        every = 1.0 / shares(shape)
+        forward, whole, split, late = (
+            every * self._by_stage(*ops) for ops in ((Op.F, Op.FB), (Op.B,), (Op.I,), (Op.W,))
+        )
         apart = np.bincount(self.schedule.rows.stage[self.schedule.rows.op == Op.I], minlength=shape.stages) > 0
         again = np.where(self.recompute, forward, 0.0)  # costs count it on top of a backward, the clock within it
         return Costs(
             forward=forward,
             input_grad=np.maximum(np.where(apart, split, whole) - again, 0.0),
-            weight_grad=self._by_stage(Op.W),
+            weight_grad=late,
             update=self._by_stage(Op.UPDATE),
-            reduce=np.zeros(shape.stages),
+            reduce=self._by_stage(Op.REDUCE),
             recompute=self.recompute,
             slowdown=np.ones(shape.slots),
             links=self._links,

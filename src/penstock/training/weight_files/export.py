@@ -90,7 +90,7 @@ def export_checkpoint(source: str | os.PathLike[str], path: str | os.PathLike[st
     beside = beside_weights(final, facts["pretrained"])
     layout = FileLayout({name: Form(records[key].dtype, records[key].shape) for name, key in names.items()})
     write_new(
-        Ranks(Alone(), (0,), (1,)),
+        Ranks(Alone(), ((0,),)),
         final,
         lambda new: layout.begin(new / FILE),
         lambda new: layout.write(new / FILE, _tensors(directory, records, names)),
