@@ -55,11 +55,11 @@ def open_sums(
     world = ranks.world
     if not isinstance(world, World):
         return ReplicaSums(by_place, ranks.replicas, tied)
-    group = ranks.members[ranks.here[0]]
+    group = tuple(sorted(ranks.members[ranks.here[0]]))
     if len(group) == 1:
         return ReplicaSums(by_place, ranks.replicas, tied)
     reducer = open_reducer(world, group, device)
-    sharded = None if shard is None else ShardedState(Shard(shard), reducer, ranks.replica, owned)
+    sharded = None if shard is None else ShardedState(Shard(shard), reducer, group.index(world.rank), owned)
     return ReplicaSums(by_place, ranks.replicas, tied, dict.fromkeys(ranks.here, reducer), sharded)
 
 
