@@ -107,7 +107,7 @@ def test_an_exception_in_one_replicas_forward_shows_its_traceback_and_the_replic
 
 REFUSED = {
     "world": r"5 processes for 2 pipeline ranks with 2:3 replicas, but got 3; launch with --nproc-per-node 5",
-    "unequal": r"the same (schedule|replicas) on every rank, but got .* on rank 0 and .* on rank 1; run the same script",
+    "unequal": r"the same (schedule|replicas) on every rank, but got .* on rank 0 and .* on rank 1; run the same",
     "few rows": r"a batch of at least 2 rows, one for each replica, but got 1",
     "counts": r"a positive replica count for each of 2 ranks, but got \[3\]",
     "sparse": r"dense gradients in a stage with replicas.*'0\.weight' in stage 0; make the embedding with sparse=False",

@@ -78,4 +78,6 @@ class ActivationMeter(Observer):
             self.bytes[row.stage].activations = self.heap.bytes
             self.heap = self.saving = None
         elif row.op is Op.I:
-            self.bytes[row.stage].until_weight = self.stages.stages[row.stage].queues[MEASURED].held_bytes
+            queue = self.stages.stages[row.stage].queues.get(MEASURED)
+            if queue is not None:  # else this replica has no rows of the micro-batch
+                self.bytes[row.stage].until_weight = queue.held_bytes

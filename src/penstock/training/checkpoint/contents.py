@@ -30,8 +30,10 @@ Facts = dict[str, Any]
 
 
 def tensors_of(pipe: PipelineParts) -> Tensors:
-    """What this rank has to write."""
+    """What this rank has to write: of replicas, which have the same, the first does."""
     refuse_extra_state(pipe.model)
+    if pipe.crew.replica:
+        return {}
     home, rank, names = homes(pipe.crew, pipe.split), pipe.crew.world.rank, pipe.optimizers.names
     found = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
     found |= {f"model.{name}": buffer for name, buffer in buffers_of(pipe.model) if home[name] == rank}
@@ -46,8 +48,9 @@ def facts_of(pipe: PipelineParts) -> Facts:
     """What this rank knows; `shared` is the same on all."""
     optimizers, shape = pipe.optimizers, pipe.schedule.shape
     schedulers = optimizers.schedulers or [None] * len(optimizers.optimizers)
+    first = pipe.crew.replica == 0  # others would say the same again
     kept: dict[str, dict[str, Any]] = {}
-    for name, key, value in _kept(pipe):
+    for name, key, value in _kept(pipe) if first else ():
         plain = not isinstance(value, torch.Tensor)
         kept.setdefault(name, {})[key] = [written(value, f"the optimizer's {key!r} of {name}")] if plain else []
     return {
@@ -70,7 +73,7 @@ def facts_of(pipe: PipelineParts) -> Facts:
         "kinds": _kinds(pipe),
         "groups": [
             told
-            for optimizer, scheduler in zip(optimizers.optimizers.values(), schedulers, strict=True)
+            for optimizer, scheduler in (zip(optimizers.optimizers.values(), schedulers, strict=True) if first else ())
             for told in told_groups(optimizer, scheduler, optimizers.names)
         ],
         "kept": kept,
