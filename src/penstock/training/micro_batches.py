@@ -52,8 +52,8 @@ class MicroBatches:
                 inputs, target, divided[count][replica::count], finish, step, labels=labels[count], drawing=drawing
             )
 
-        rows = [last - first for first, last in cut]
-        return [self._of_replica(own(count, replica), rows, (count, replica)) for count, replica in places]
+        whole = [last - first for first, last in cut]
+        return [self._of_replica(own(count, replica), whole, (count, replica)) for count, replica in places]
 
     def _of_replica(self, jobs: list[Job], rows: list[int], place: Place) -> list[Job]:
         """Say in the jobs of one replica which part of each micro-batch they are."""

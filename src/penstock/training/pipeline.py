@@ -337,8 +337,8 @@ class Pipeline:
         slots = self.executor.slots
         places = [(shape.replicas[shape.slot_rank[slot]], int(shape.slot_replica[slot])) for slot in slots]
         alike = len(set(shape.replicas)) == 1
-        jobs = self.micro_batches.by_replica(inputs, target, self.microbatches, finish, self.index, places, alike)
-        return [], jobs, rows
+        by_slot = self.micro_batches.by_replica(inputs, target, self.microbatches, finish, self.index, places, alike)
+        return [], by_slot, rows
 
     def _run(self, jobs: list[Job], by_slot: list[list[Job]], rows: int) -> Total:
         """Run all forwards and backwards; whatever goes wrong, the model is then as it was before."""
