@@ -1,6 +1,7 @@
 """What stages with replicas train to, on ranks and in one process; run as a script by every rank.
 
 python replica_bits.py bits OUT NAME...      some of CASES
+python replica_bits.py measured OUT          how long sleeping stages took
 python replica_bits.py odd OUT NAME          one of ODD, each of which is to be refused
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 import bits
 import torch
+from timeline_rank import Sleeper, sgd
 from torch import nn
 
 import penstock
@@ -83,6 +85,27 @@ def _mark(value: Any) -> Any:
     return hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
+def measured() -> dict[str, Any]:
+    """Sleeping stages, the first on two ranks: what was measured, and what earlier steps predict."""
+    torch.manual_seed(0)
+    x, found = torch.randn(12, 16), {}
+    for schedule in ("1f1b", "zb-h1"):
+        pipe = penstock.Pipeline(
+            nn.Sequential(Sleeper(), Sleeper()), example=x[:4], stages=2, replicas=[2, 1], schedule=schedule,
+            microbatches=4, loss=nn.functional.mse_loss, optimizer=sgd,
+        )  # fmt: skip
+        for _ in range(6):
+            pipe.step(x, x)
+        told = pipe.measured()
+        found[schedule] = {
+            "measured": [told.timeline(step).to_json() for step in range(6)],
+            "predicted": told.predicted().to_json(),
+            "last": pipe.timeline().to_json(),
+            "memory": [vars(one) for one in told.memory()],
+        }
+    return found
+
+
 class Failing(nn.Module):
     """A layer that fails at some forward of one rank."""
 
@@ -148,7 +171,9 @@ class Sparse(nn.Module):
 def main(what: str, out: str, *names: str) -> None:
     torch.set_num_threads(1)
     print(f"rank {RANK} begins as {os.getpid()}", flush=True)
-    if what == "bits":
+    if what == "measured":
+        Path(f"{out}.{RANK}").write_text(json.dumps(measured()))
+    elif what == "bits":
         Path(f"{out}.{RANK}").write_text(json.dumps({name: run(name) for name in names}))
     else:
         try:

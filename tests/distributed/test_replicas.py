@@ -10,12 +10,19 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import replica_bits
 import torch
 from test_checkpoints import workers
+from timeline_rank import FORWARD
 
+import penstock
 from checkpoints import conv, differences, gpt, pictures, state, steps
+from penstock.core.action import Op
+from penstock.core.match import match
+from penstock.core.timeline import Timeline
+from penstock.reports.html import html
 from ranks import all_gone, launched
 
 torch.set_num_threads(1)
@@ -77,6 +84,35 @@ def test_saved_by_two_and_one_replicas_loaded_by_others_and_by_none(make, kind, 
     same = make(2, replicas=[1, 2])
     same.load(path)
     assert other.losses == steps(same, 1, *more)
+
+
+def test_measured_steps_have_the_rows_of_every_replica(tmp_path):
+    with launched(tmp_path, 3, "measured", str(tmp_path / "out"), script=SCRIPT) as run:
+        assert run.wait(300) == 0, run.said
+    ranks = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(3)]
+    assert ranks[0] == ranks[1] == ranks[2]
+    for schedule, told in ranks[0].items():
+        lines = [Timeline.from_json(line) for line in told["measured"]]
+        predicted, built = (
+            Timeline.from_json(told["predicted"]),
+            penstock.schedule(schedule, stages=2, microbatches=4, replicas=[2, 1]),
+        )
+        assert told["last"] == told["measured"][-1]
+        assert len(told["memory"]) == 3
+        for line in lines:
+            rows, slot = line.schedule.rows, line.schedule.slot_of_rows()
+            assert line.schedule.shape.replicas == built.shape.replicas
+            assert sorted(set(slot[rows.op == Op.REDUCE].tolist())) == [0, 1]
+            for at in range(3):
+                forwards = (line.end - line.start)[(rows.op == Op.F) & (slot == at)]
+                assert len(forwards) == 4
+                assert (forwards >= FORWARD).all()
+            pairs = match(line.schedule)
+            known = pairs.sends >= 0
+            assert (line.end[pairs.receives[known]] > line.start[pairs.sends[known]]).all()
+            assert html([("measured", line)]).startswith("<!doctype html>")
+        usual = np.median([line.makespan for line in lines[1:]])
+        assert predicted.makespan == pytest.approx(usual, rel=0.25)
 
 
 def test_one_killed_replica_ends_all_in_time_and_is_named(tmp_path):

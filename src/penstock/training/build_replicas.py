@@ -91,11 +91,13 @@ def require_dense_gradients(ranks: Ranks, split: Split) -> None:
     """Refuse embeddings with sparse gradients in a stage with replicas, whose gradients are added to each other."""
     added = {p: stage for stage in range(split.pieces) if ranks.replicas[stage] > 1 for p in split.used(stage)}
     for name, module in split.model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and weight in added:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.sparse:
+            continue
+        stage = next((stage for parameter, stage in added.items() if parameter is module.weight), None)
+        if stage is not None:
             raise InputError(
                 "dense gradients in a stage with replicas, which are added to each other",
-                f"sparse ones of {f'{name}.weight'.lstrip('.')!r} in stage {added[weight]}",
+                f"sparse ones of {f'{name}.weight'.lstrip('.')!r} in stage {stage}",
                 "make the embedding with sparse=False, or give its stage one replica",
             )
 
