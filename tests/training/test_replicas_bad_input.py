@@ -21,16 +21,16 @@ F64 = torch.float64
 @pytest.mark.parametrize(
     ("replicas", "words"),
     [
-        (0, "replicas to be a whole number of at least 1, but got 0"),
+        (0, "replicas to be a positive number, or one for each pipeline rank, but got 0"),
         (-1, "replica"),
         ("2", "replica"),
         (True, "replica"),
         (1.5, "replica"),
         ([2], "a positive replica count for each of 2 ranks, but got [2]"),
         ([2, 1, 1], "a positive replica count for each of 2 ranks, but got [2, 1, 1]"),
-        ([2, 0], "replicas to be a whole number of at least 1, but got 0"),
+        ([2, 0], "replicas to be a positive number, or one for each pipeline rank, but got [2, 0]"),
         ([2, "1"], "replica"),
-        ([], "a positive replica count for each of 2 ranks, but got []"),
+        ([], "replicas to be a positive number, or one for each pipeline rank, but got []"),
         ([[2], 1], "replica"),
         ({0: 2}, "replica"),
     ],
@@ -203,7 +203,7 @@ def test_a_switch_to_other_replicas():
     given = plain.case("mlp")
     pipe = pipeline(given, [2, 1])
     other = penstock.schedule("1f1b", stages=2, microbatches=4, replicas=[1, 2])
-    with pytest.raises(InputError, match=r"placed on ranks \[0, 1\] with \[2, 1\] replicas.*and \[1, 2\] replicas"):
+    with pytest.raises(InputError, match=r"placed on ranks \[0, 1\] with replicas \[2, 1\].*and \[1, 2\]"):
         pipe.switch(other)
     pipe.switch("zb-h1")
     assert pipe.schedule.shape.replicas == (2, 1)
@@ -219,5 +219,5 @@ def test_a_schedule_of_the_users_own_says_the_replicas():
     list(pipe.train(given.batches[2:]))
     assert plain.off(plain.weights(pipe.model), plain.weights(plain.trained(given)[1])) < 1e-10
     assert Pipeline(given.fresh(), schedule=own, replicas=[2, 1], **options).schedule.shape.replicas == (2, 1)
-    with pytest.raises(InputError, match=r"a schedule with \[1, 2\] replicas, but got \[2, 1\]"):
+    with pytest.raises(InputError, match=r"a schedule with replicas \[1, 2\], but got \[2, 1\]"):
         Pipeline(given.fresh(), schedule=own, replicas=[1, 2], **options)
