@@ -103,6 +103,9 @@ class Replay(Walk):
             finally:
                 self.rolled = self.host.moved
 
+    def watched(self) -> AbstractContextManager[None]:
+        return self.layout.entries
+
     def meet_inputs(self, inputs: Any) -> Any:
         """Number the inputs and buffers as the trace did; an input that the forward changes is this stage's own."""
         if self.plan.inputs:

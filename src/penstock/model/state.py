@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model.fakes import is_fake
-from penstock.model.holders import DICT, OBJECT, OWN, PLAIN, Kind, is_record, kind_of, same
+from penstock.model.holders import DICT, MODULE, OWN, PLAIN, Kind, is_record, kind_of, look_module, same
 from penstock.model.saved_hooks import Hooks, SavedHooks
 
 LARGE = 2**26  # bytes; of larger tensors no copy is kept, unless they are seen to change
@@ -147,10 +147,10 @@ class _Found:
         """Reach what somebody has put on a module."""
         if self.copies.is_still(module):
             return
-        attributes = vars(module)
-        self.held.append(_Held(module, OBJECT, (list(attributes), list(attributes.values()))))
+        look = look_module(module)
+        self.held.append(_Held(module, MODULE, look))
         met = self.met
-        for name, part in attributes.items():
+        for name, part in zip(*look, strict=True):
             if type(part) not in PLAIN and name not in OWN and id(part) not in met:
                 self.reach(part, DEEP - 1)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -21,13 +21,11 @@ from penstock.core.lowered_loop import ActionRow
 from penstock.core.schedule import Schedule
 from penstock.core.timeline import Timeline
 from penstock.errors import InputError
-from penstock.model.chain import Chain
 from penstock.model.loss import Total, total_of
 from penstock.model.materialise import read_later
 from penstock.model.replay import PathChangedError
 from penstock.model.seeding import random_states_kept
 from penstock.model.stage import Job
-from penstock.model.walk import watching
 from penstock.schedules.options import TrainingOptions
 from penstock.schedules.registry import OPTIONS
 from penstock.training.async_trainer import AsyncTrainer
@@ -365,9 +363,8 @@ class Pipeline:
         return update
 
     def again(self, run: Callable[[], Any]) -> Any:
-        """Run something, and once more if a path has changed: it is then traced afresh, where all weights are. Walks
-        are watched for all at once: that takes longer to begin and to end than a small stage."""
-        with nullcontext() if isinstance(self.model, Chain) else watching():
+        """Run something, and once more if a path has changed: it is then traced afresh, where all weights are."""
+        with self.split.watched():
             try:
                 return run()
             except PathChangedError:
