@@ -6,7 +6,7 @@ moves the running averages of a batch norm without counting a version, so whatev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -85,18 +85,19 @@ class State:
 
     def __init__(self, modules: Iterable[nn.Module], copies: Copies | None = None, more: Iterable[Any] = ()) -> None:
         self.modules = list({id(module): module for module in modules}.values())
+        self.bare = [_Held(module._buffers, DICT, ([], [])) for module in self.modules]  # as it is without buffers
         self.more = list(more)  # generators that belong to no module
         self.copies = Copies() if copies is None else copies
         self.hooks = Hooks(self.modules)
 
     def save(self) -> Saved:
         found = _Found(self.copies)
-        for module in self.modules:
+        for module, bare in zip(self.modules, self.bare, strict=True):
             buffers = module._buffers
-            if buffers:
+            if buffers or bare.holder is not buffers:
                 found.reach(buffers, DEEP)
             else:  # of nearly all, and this is done before every step
-                found.held.append(_Held(buffers, DICT, ([], [])))
+                found.held.append(bare)
             if not _is_torchs(module):
                 found.module(module)
         for thing in self.more:
@@ -204,12 +205,12 @@ def _old_tensors(before: Saved) -> dict[int, torch.Tensor]:
 
 def _is_torchs(module: nn.Module) -> bool:
     """A layer of torch's own keeps nothing but buffers, unless a hook does."""
-    return _of_torchs_types(type(module)) and not (module._forward_hooks or module._forward_pre_hooks)
+    return _defined_by_torch(type(module)) and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 @cache
-def _of_torchs_types(kind: type[nn.Module]) -> bool:
-    return kind.__module__.startswith("torch.nn.modules")
+def _defined_by_torch(kind: Hashable) -> bool:
+    return bool(kind.__module__.startswith("torch.nn.modules"))
 
 
 def _changed(tensor: torch.Tensor, version: int) -> bool:

@@ -247,7 +247,7 @@ def _meet_functions(change: int) -> None:
     global _watchers
     _watchers += change
     if _watchers == max(change, 0):
-        torch.autograd.Function.apply = classmethod(_apply) if change > 0 else _APPLY  # type: ignore[assignment,method-assign]
+        torch.autograd.Function.apply = classmethod(_apply) if change > 0 else _APPLY  # type: ignore[method-assign]
 
 
 def is_walking() -> bool:
@@ -259,14 +259,14 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     walk = _running.walk
     if walk is None or walk.inside:  # what torch's own does, without another call around it: nearly all
         own = module._compiled_call_impl
-        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)
+        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)  # type: ignore[no-untyped-call]
     return _come(walk, module, _CALL, args, kwargs)
 
 
 def _entered(module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     walk = _running.walk
     if walk is None or walk.inside:
-        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)
+        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)  # type: ignore[no-untyped-call]
     run = type(module)._call_impl if own is None else lambda _, *args, **kwargs: own(*args, **kwargs)
     return _come(walk, module, run, args, kwargs)
 

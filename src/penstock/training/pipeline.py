@@ -332,6 +332,9 @@ class Pipeline:
             self.flush.forget()
             self.buffers.restore(before)
             raise
+        finally:
+            for job in jobs:
+                job.mates = ()  # they know of each other: a step's tensors would live on until that is found
         self.buffers.learn(before)
         return loss
 
