@@ -6,9 +6,8 @@ moves the running averages of a batch norm without counting a version, so whatev
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -205,12 +204,8 @@ def _old_tensors(before: Saved) -> dict[int, torch.Tensor]:
 
 def _is_torchs(module: nn.Module) -> bool:
     """A layer of torch's own keeps nothing but buffers, unless a hook does."""
-    return _defined_by_torch(type(module)) and not (module._forward_hooks or module._forward_pre_hooks)
-
-
-@cache
-def _defined_by_torch(kind: Hashable) -> bool:
-    return bool(kind.__module__.startswith("torch.nn.modules"))
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module).__module__.startswith("torch.nn.modules") and not hooks
 
 
 def _changed(tensor: torch.Tensor, version: int) -> bool:
