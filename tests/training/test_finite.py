@@ -12,6 +12,7 @@ from torch import nn
 import plain
 from fingerprint import differences, fingerprint
 from penstock import InputError, Pipeline
+from penstock.training.finite_gradients import all_finite
 
 torch.set_num_threads(1)
 ASYNC = ["pipedream", "2bw", "pipemare"]
@@ -271,3 +272,16 @@ def test_an_optimizer_that_fails_halfway_ends_the_pipeline_until_a_load(tmp_path
     other.load(tmp_path / "before")
     assert len([*other.train(given.batches[3:])]) == 5
     assert plain.off(plain.weights(pipe.model), plain.weights(other.model)) == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("size", [3, 20_000])
+def test_one_number_among_many_gradients_is_noticed(size, dtype, value):
+    """Small gradients of one type are looked at together."""
+    gradients = {nn.Parameter(torch.zeros(4)): torch.ones(4, dtype=kind) for kind in (torch.float32, torch.float64)}
+    gradients |= {nn.Parameter(torch.zeros(2)): torch.ones(2, 3).t() for _ in range(3)}
+    gradients[nn.Parameter(torch.zeros(1))] = odd = torch.ones(size, dtype=dtype)
+    assert all_finite(gradients)
+    odd[size // 2] = value
+    assert not all_finite(gradients)

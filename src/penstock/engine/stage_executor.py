@@ -10,7 +10,6 @@ from penstock.core.action import Op
 from penstock.engine.activations import ActivationStore
 from penstock.model.loss import Total, total_of
 from penstock.model.stage import Job, Stage
-from penstock.model.walk import watching
 
 
 class LossSource(Protocol):
@@ -49,9 +48,11 @@ class StageExecutor:
             self.results.pop(job.number, None)
 
     def watched(self) -> AbstractContextManager[None]:
-        """Return `watching` for a run over these jobs where a stage needs it; it takes as long as a small stage."""
-        walks = any(stage.split.walks(job.path, at) for job in self.jobs.values() for at, stage in self.stages.items())
-        return watching() if walks else nullcontext()
+        """Return the context for a run over these jobs, in which calls come to walks where a stage makes any."""
+        jobs, stages = self.jobs.values(), self.stages.items()
+        walking = (stage.split for job in jobs for at, stage in stages if stage.split.walks(job.path, at))
+        split = next(walking, None)
+        return nullcontext() if split is None else split.watched()
 
     @property
     def ordered_results(self) -> list[Any]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+COMPILED = "_compiled_call_impl"  # the attribute of a module that torch calls in place of its own code
 OWN = frozenset(vars(nn.Module()))  # torch's own attributes of every module
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 PLAIN = frozenset(
@@ -43,6 +44,22 @@ def _put_dict(held: dict[Any, Any], keys: Any, values: list[Any]) -> None:
     held.update(zip(keys, values, strict=True))
 
 
+def look_module(held: nn.Module) -> tuple[Any, list[Any]]:
+    """All but its compiled call, which is no state: a walk keeps its entry there."""
+    names, values = _look_dict(vars(held))
+    if COMPILED in names:
+        del values[names.index(COMPILED)]
+        names.remove(COMPILED)
+    return names, values
+
+
+def _put_module(held: nn.Module, names: Any, values: list[Any]) -> None:
+    attributes = vars(held)
+    compiled = {COMPILED: attributes[COMPILED]} if COMPILED in attributes else {}
+    _put_dict(attributes, names, values)
+    attributes.update(compiled)
+
+
 def _look_values(held: Any) -> tuple[Any, list[Any]]:
     return None, list(held)
 
@@ -60,7 +77,8 @@ def _put_set(held: set[Any] | deque[Any], _: Any, values: list[Any]) -> None:
 
 
 DICT, _LIST, _SET = Kind(_look_dict, _put_dict), Kind(_look_values, _put_list), Kind(_look_values, _put_set)
-OBJECT = Kind(lambda held: _look_dict(vars(held)), lambda held, *rest: _put_dict(vars(held), *rest))
+_OBJECT = Kind(lambda held: _look_dict(vars(held)), lambda held, *rest: _put_dict(vars(held), *rest))
+MODULE = Kind(look_module, _put_module)
 _ARRAY = Kind(lambda held: (held.copy(), []), lambda held, before, _: np.copyto(held, before))
 _PYTHON = Kind(lambda held: (held.getstate(), []), lambda held, state, _: held.setstate(state))
 _NUMPY = Kind(lambda held: (held.bit_generator.state, []), lambda held, s, _: setattr(held.bit_generator, "state", s))
@@ -83,7 +101,7 @@ def kind_of(value: Any) -> Kind | None:
 
 def _kind_of(value: Any) -> Kind | None:
     if isinstance(value, nn.Module):
-        return OBJECT
+        return MODULE
     if isinstance(value, (dict, list, set, deque)):
         return DICT if isinstance(value, dict) else _LIST if isinstance(value, list) else _SET
     if isinstance(value, np.ndarray):
@@ -91,7 +109,7 @@ def _kind_of(value: Any) -> Kind | None:
     if isinstance(value, GENERATORS):
         kinds = (_PYTHON, _NUMPY, _OLD_NUMPY, _TORCH)
         return next(kind for kind, cls in zip(kinds, GENERATORS, strict=True) if isinstance(value, cls))
-    return OBJECT if is_record(value) else None
+    return _OBJECT if is_record(value) else None
 
 
 _records: dict[type, bool] = {}

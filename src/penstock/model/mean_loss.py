@@ -72,6 +72,8 @@ class Part:
             self.level = None
         if kind is None and not self.last:
             self.note("mean")
+        self.calls.clear()  # which know of this: results, and what is made of them, would live on until they are found
+        self.sums.clear()
 
     def meet(self, run: Callable[[int], torch.Tensor], target: torch.Tensor, classes: Any, ignored: int) -> Any:
         """Return the result of an intercepted call."""

@@ -104,6 +104,9 @@ class Replay(Walk):
             finally:
                 self.rolled = self.host.moved
 
+    def watched(self) -> AbstractContextManager[None]:
+        return self.layout.entries
+
     def meet_inputs(self, inputs: Any) -> Any:
         """Number the inputs and buffers as in the trace; copy inputs that the forward changes."""
         if self.plan.inputs:

@@ -133,6 +133,7 @@ class Split:
     def _settled(self, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         """Return a trace that the next forward will follow: a second one, where the user's caches were filled in the
         first."""
+        self._enter(seen)
         walk = self._walked(seen, Passage.of(seen), len(seen.events), args, kwargs, seen.chance)
         return seen if walk.at == len(seen.events) else self._traced(args, kwargs, seen.chance)
 
@@ -142,7 +143,14 @@ class Split:
             for known in self.paths.values():
                 known[:] = [one for one in known if one is not path]
 
+    def _enter(self, seen: Trace) -> None:
+        """Have calls of the modules that open code calls come to walks."""
+        names = {event.name for event in seen.events if event.atom}
+        strange = any(name.startswith("(") for name in names)
+        self.layout.entries.learn(None if strange else map(self.model.get_submodule, names))
+
     def _learn(self, seen: Trace, kind: Kind) -> Path:
+        self._enter(seen)
         known = self.paths.setdefault(kind.marks, [])
         for path in known:
             if path.trace.signature == seen.signature:
@@ -250,6 +258,10 @@ class Split:
             self.forget(path)
             raise
         return replay.made, result
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Around many walks: so that their calls are met, which each of them else begins and ends for itself."""
+        return nullcontext() if isinstance(self.model, Chain) else self.layout.entries
 
     def walks(self, path: Path, stage: int) -> bool:
         """Whether a stage runs code of the model around its own modules, which a walk has to observe."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model.fakes import is_fake
-from penstock.model.holders import DICT, OBJECT, OWN, PLAIN, Kind, is_record, kind_of, same
+from penstock.model.holders import DICT, MODULE, OWN, PLAIN, Kind, is_record, kind_of, look_module, same
 from penstock.model.saved_hooks import Hooks, SavedHooks
 
 LARGE = 2**26  # bytes; no copy of a larger tensor is kept, unless it changes
@@ -87,18 +86,19 @@ class State:
 
     def __init__(self, modules: Iterable[nn.Module], copies: Copies | None = None, more: Iterable[Any] = ()) -> None:
         self.modules = list({id(module): module for module in modules}.values())
+        self.bare = [_Held(module._buffers, DICT, ([], [])) for module in self.modules]  # as it is without buffers
         self.more = list(more)  # generators that belong to no module
         self.copies = Copies() if copies is None else copies
         self.hooks = Hooks(self.modules)
 
     def save(self) -> Saved:
         found = _Found(self.copies)
-        for module in self.modules:
+        for module, bare in zip(self.modules, self.bare, strict=True):
             buffers = module._buffers
-            if buffers:
+            if buffers or bare.holder is not buffers:
                 found.reach(buffers, DEEP)
             else:  # the usual case, handled fast as this runs before every step
-                found.held.append(_Held(buffers, DICT, ([], [])))
+                found.held.append(bare)
             if not _is_torchs(module):
                 found.module(module)
         for thing in self.more:
@@ -149,10 +149,10 @@ class _Found:
         """Add the attributes that were set on a module."""
         if self.copies.is_still(module):
             return
-        attributes = vars(module)
-        self.held.append(_Held(module, OBJECT, (list(attributes), list(attributes.values()))))
+        look = look_module(module)
+        self.held.append(_Held(module, MODULE, look))
         met = self.met
-        for name, part in attributes.items():
+        for name, part in zip(*look, strict=True):
             if type(part) not in PLAIN and name not in OWN and id(part) not in met:
                 self.reach(part, DEEP - 1)
 
@@ -206,12 +206,8 @@ def _old_tensors(before: Saved) -> dict[int, torch.Tensor]:
 
 def _is_torchs(module: nn.Module) -> bool:
     """Whether a module is one of torch's layers without hooks, whose only state is buffers."""
-    return _of_torchs_types(type(module)) and not (module._forward_hooks or module._forward_pre_hooks)  # type: ignore[arg-type]
-
-
-@cache
-def _of_torchs_types(kind: type[nn.Module]) -> bool:
-    return kind.__module__.startswith("torch.nn.modules")
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module).__module__.startswith("torch.nn.modules") and not hooks
 
 
 def _changed(tensor: torch.Tensor, version: int) -> bool:

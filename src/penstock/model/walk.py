@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from penstock.model import tree
 from penstock.model.encoder import is_encoder, padded
+from penstock.model.holders import COMPILED
 from penstock.model.trace import hollow, standing_for
 
 _CALL = nn.Module.__call__
@@ -38,6 +40,9 @@ class Layout:
         self.modules = tuple(model.modules())
         self.open = tuple(module for name, module in model.named_modules() if name in opened)
         self.opened = frozenset(map(id, self.open))
+        self.entries = Entries()  # of the modules that open code calls
+        if any(map(is_encoder, self.open)):
+            self.entries.learn(None)
         self.parameters: dict[int, str] = {}  # id() -> name; tied parameters have their first name
         self.read_parameters()
 
@@ -92,13 +97,17 @@ class Walk(TorchFunctionMode):
         """Run the model's forward under this walk. Containers in its inputs are copied, so that changes to them do not
         affect the next walk."""
         args, kwargs = tree.fresh((args, kwargs))
-        with watching():
+        with self.watched():
             _running.walk, before = self, _running.walk
             try:
                 with self:
                     return self.layout.model(*args, **kwargs)
             finally:
                 _running.walk = before
+
+    def watched(self) -> AbstractContextManager[None]:
+        """In which calls come to the walk."""
+        return watching()
 
     def native(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call without observing it."""
@@ -139,13 +148,13 @@ class _Running(threading.local):
 
 _running = _Running()
 _lock = threading.Lock()
+_watchers = 0  # in all threads
 
 
 class watching:
     """A context in which calls of modules and of autograd Functions go to the running walk first. It may be nested.
 
-    Every walk enters it; code that runs many walks should enter it once around all, because changing the base class of
-    all modules clears Python's attribute caches.
+    Every walk of a module's own code enters it or `Entries`; code that runs many of them enters it once around all.
     """
 
     depth = 0  # nesting depth over all threads
@@ -154,15 +163,91 @@ class watching:
         with _lock:
             if not watching.depth:
                 nn.Module.__call__ = _call  # type: ignore[method-assign]
-                torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
             watching.depth += 1
+            _meet_functions(1)
 
     def __exit__(self, *_: object) -> None:
         with _lock:
             watching.depth -= 1
             if not watching.depth:
                 nn.Module.__call__ = _CALL  # type: ignore[method-assign]
-                torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
+            _meet_functions(-1)
+
+
+class Entries:
+    """The same, for the modules that a model's open code is known to call.
+
+    Changing a class that all modules inherit from makes Python forget what it has looked up in each of them, and what
+    is called inside an atom need not come here. So each module that is called gets an entry of its own, where torch
+    keeps a compiled call. Modules that are not the model's own have none: where open code calls such, all are watched.
+    """
+
+    active: ClassVar[dict[int, list[Any]]] = {}  # in all threads: a module, how often it was entered, what it had
+
+    def __init__(self) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        self.all: watching | None = None
+        self.depth = 0
+
+    def learn(self, modules: Iterable[nn.Module] | None) -> None:
+        """Take in modules that open code calls, now if need be; None for some that are not the model's."""
+        with _lock:
+            for module in modules or ():
+                if id(module) not in self.modules:
+                    self.modules[id(module)] = module
+                    for _ in range(self.depth):
+                        self._enter(module)
+        if modules is None and self.all is None:
+            self.all = watching()
+            for _ in range(self.depth):
+                self.all.__enter__()
+
+    def __enter__(self) -> None:
+        if self.all is not None:
+            self.all.__enter__()
+        with _lock:
+            self.depth += 1
+            _meet_functions(1)
+            if self.depth == 1:
+                for module in self.modules.values():
+                    self._enter(module)
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            self.depth -= 1
+            _meet_functions(-1)
+            if not self.depth:
+                for module in self.modules.values():
+                    self._leave(module)
+        if self.all is not None:
+            self.all.__exit__()
+
+    def _enter(self, module: nn.Module) -> None:
+        entry, attributes = self.active.get(id(module)), vars(module)
+        if entry is None:
+            own = attributes.get(COMPILED)
+            self.active[id(module)] = [module, 1, own]
+            attributes[COMPILED] = partial(_entered, module, own)
+        else:
+            entry[1] += 1
+
+    def _leave(self, module: nn.Module) -> None:
+        entry = self.active[id(module)]
+        entry[1] -= 1
+        if not entry[1]:
+            del self.active[id(module)]
+            if entry[2] is None:
+                vars(module).pop(COMPILED, None)
+            else:
+                vars(module)[COMPILED] = entry[2]
+
+
+def _meet_functions(change: int) -> None:
+    """Calls of autograd Functions are met while anybody watches."""
+    global _watchers
+    _watchers += change
+    if _watchers == max(change, 0):
+        torch.autograd.Function.apply = classmethod(_apply) if change > 0 else _APPLY  # type: ignore[method-assign]
 
 
 def is_walking() -> bool:
@@ -175,11 +260,24 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if walk is None or walk.inside:  # as torch's own `__call__`, which is the usual case
         own = module._compiled_call_impl
         return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)  # type: ignore[no-untyped-call]
+    return _come(walk, module, _CALL, args, kwargs)
+
+
+def _entered(module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    walk = _running.walk
+    if walk is None or walk.inside:
+        return module._call_impl(*args, **kwargs) if own is None else own(*args, **kwargs)  # type: ignore[no-untyped-call]
+    run = type(module)._call_impl if own is None else lambda _, *args, **kwargs: own(*args, **kwargs)
+    return _come(walk, module, run, args, kwargs)
+
+
+def _come(walk: Walk, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of a module comes to a walk; `run` is the call itself."""
     if transform_level() is not None:
         walk.transformed(type(module).__name__, (args, list(module.parameters())), kwargs)
-        return _CALL(module, *args, **kwargs)
+        return run(module, *args, **kwargs)
     if id(module) in walk.layout.opened:
-        return padded(_CALL, module, *args, **kwargs) if is_encoder(module) else _CALL(module, *args, **kwargs)
+        return padded(run, module, *args, **kwargs) if is_encoder(module) else run(module, *args, **kwargs)
     name = walk.layout.names.get(id(module), f"({type(module).__name__})")
     return walk.met(name, module, args, kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
@@ -32,12 +33,29 @@ def all_finite(gradients: Gradients) -> bool:
     itself, so each number is then tested.
     """
     sums: dict[torch.device, list[torch.Tensor]] = {}
+    small: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in gradients:
         values = values_of(gradients, parameter)
-        sums.setdefault(values.device, []).append(values.sum())
-    if all(bool(torch.isfinite(torch.stack(few)).all()) for few in sums.values()):
+        if values.numel() <= SMALL and values.dtype in _ADDED:
+            small.setdefault((values.device, values.dtype), []).append(values)
+        else:
+            sums.setdefault(values.device, []).append(values.sum())
+    for (device, _), few in small.items():
+        sums.setdefault(device, []).append(torch._C._nn.flatten_dense_tensors(few).sum())
+    if all(_finite(few) for few in sums.values()):
         return True
     return all(bool(torch.isfinite(values_of(gradients, parameter)).all()) for parameter in gradients)
+
+
+SMALL = 8192  # numbers; a call for each smaller tensor takes longer than to copy all of them and add them up together
+_ADDED = (torch.float32, torch.float64)  # of which a sum over many tensors is not soon too large
+
+
+def _finite(sums: list[torch.Tensor]) -> bool:
+    """Whether all sums on one device are finite; an accelerator is asked once."""
+    if sums[0].device.type == "cpu":
+        return all(cmath.isfinite(one.item()) for one in sums)
+    return bool(torch.isfinite(torch.stack(sums)).all())
 
 
 def gradient_fault(gradients: Gradients, names: Mapping[nn.Parameter, str], stage: int) -> Fault:

@@ -97,6 +97,9 @@ class FlushTrainer:
             pipe.flush.forget()
             pipe.buffers.restore(self.buffers)
             raise
+        finally:
+            for job in (job for some in (jobs, *by_slot) for job in some):
+                job.mates = ()  # they refer to each other: a step's tensors would wait for the garbage collector
         pipe.buffers.learn(self.buffers)
         return loss
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Unpack
 
 import torch
@@ -19,11 +19,9 @@ from penstock.core.schedule import Schedule
 from penstock.core.shape import Shape
 from penstock.core.timeline import Timeline
 from penstock.errors import InputError
-from penstock.model.chain import Chain
 from penstock.model.loss import total_of
 from penstock.model.replay import PathChangedError
 from penstock.model.stage import Job
-from penstock.model.walk import watching
 from penstock.schedules.options import TrainingOptions
 from penstock.schedules.registry import option_names
 from penstock.training.async_trainer import AsyncTrainer
@@ -257,7 +255,7 @@ class Pipeline:
 
         Walks are watched once for the whole run, as entering that takes longer than a small stage.
         """
-        with nullcontext() if isinstance(self.model, Chain) else watching():
+        with self.split.watched():
             try:
                 return run()
             except PathChangedError:
