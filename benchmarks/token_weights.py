@@ -88,7 +88,7 @@ def case(size, kind, name, loss, repetitions):
         optimizer.zero_grad()
 
     whole = statistics.median(seconds(step) for _ in range(repetitions)) * 1e6
-    look = microseconds(lambda: pipe.check(x, y))
+    look = microseconds(lambda: pipe.checks.every_batch(loss, x, y))
     results, memory = [model(part).detach().requires_grad_() for part in x.chunk(PARTS)], Memory()
     more = microseconds(lambda: scored(results, x, y, loss, memory)) - microseconds(
         lambda: plainly(results, x, y, loss)
