@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from checkpoints import LENGTH, VOCAB, batch, gpt, listing
 from penstock.models.gpt import GPT
-from penstock.training.weight_files.safetensors import Form, Layout
+from penstock.training.weight_files.safetensors import FileLayout, Form
 from ranks import all_gone, launched
 
 torch.set_num_threads(1)
@@ -125,6 +125,6 @@ def test_all_ranks_refuse_alike_and_training_goes_on(tmp_path):
 
 def test_hosts_without_a_directory_in_common_are_told(tmp_path):
     """A rank that does not see the file that rank 0 has made says so, as one of another host would."""
-    layout = Layout({"a": Form("float32", (2,))})
+    layout = FileLayout({"a": Form("float32", (2,))})
     with pytest.raises(OSError, match=r"no such file on this host, and all hosts have to share it"):
         layout.write(tmp_path / "elsewhere" / "model.safetensors", [("a", torch.ones(2))])

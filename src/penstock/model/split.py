@@ -260,7 +260,8 @@ class Split:
         return replay.made, result
 
     def watched(self) -> AbstractContextManager[None]:
-        """Around many walks: so that their calls are met, which each of them else begins and ends for itself."""
+        """Observe calls of modules once around many walks: each walk would otherwise install and remove the observation
+        itself."""
         return nullcontext() if isinstance(self.model, Chain) else self.layout.entries
 
     def walks(self, path: Path, stage: int) -> bool:

@@ -1,9 +1,9 @@
-"""Reductions between hosts: the first rank of each exchanges buckets with those of the others, over gloo.
+"""Reductions between hosts: the first rank of each host exchanges buckets with those of the others, over gloo.
 
-    scatter   each host gets its region from all others, and adds it up in the order of the hosts
-    gather    each host gets the other regions
+    scatter   each host receives its region from all others, and adds it up in the order of the hosts
+    gather    each host receives the other regions
 
-So of a bucket of an all-reduce, (h - 1) / h enters each of h hosts twice.
+So each host receives (h - 1) / h of a bucket of an all-reduce twice, with h hosts.
 """
 
 from __future__ import annotations
@@ -19,38 +19,40 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from penstock.comm.collectives.flat import add_up, copy
-from penstock.comm.collectives.interface import Traffic
+from penstock.comm.collectives.interface import ReceivedBytes
 from penstock.comm.collectives.segment import BUCKET
 from penstock.comm.collectives.worker import Worker
 
-FOREVER = timedelta(days=1)  # the watch of ranks is there first
-NOTHING = 7  # a tag that nobody sends with
+FOREVER = timedelta(days=1)  # the watch of ranks reports failures before
+NOTHING = 7  # a tag that is never sent with
 
 
 class Far:
-    """The part of this rank, the first of its host. `leaders`: the first ranks of all hosts, in their order."""
+    """The exchange of this rank, the first of its host. `leaders`: the first ranks of all hosts, in their order."""
 
-    def __init__(self, leaders: tuple[int, ...], store: Store, worker: Worker, traffic: Traffic) -> None:
-        """Waits for the others to connect."""
+    def __init__(self, leaders: tuple[int, ...], store: Store, worker: Worker, traffic: ReceivedBytes) -> None:
+        """Wait for the others to connect."""
         self.worker, self.traffic = worker, traffic
         self.me = leaders.index(worker.rank)
         self.peers = tuple(rank for rank in leaders if rank != worker.rank)
         self._count = len(leaders)
-        self._group: Any = dist.ProcessGroupGloo(store, self.me, self._count, FOREVER)  # whose methods torch types not
-        # kept for good: a thread of gloo's that lets go of the last hold on a tensor needs the interpreter's lock
+        self._group: Any = dist.ProcessGroupGloo(
+            store, self.me, self._count, FOREVER
+        )  # its methods are untyped in torch
+        # kept forever: a gloo thread that releases the last reference to a tensor needs the interpreter's lock
         room = BUCKET * self._count
         self._out, self._in = (torch.empty(room, dtype=torch.uint8, device="cpu") for _ in range(2))
         self._under_way: dist.Work | None = None
 
     def agree(self, digest: bytes) -> bool:
-        """Whether all hosts have come with the same."""
+        """Whether all hosts have started the same reduction."""
         size = len(digest)
         self._out[: size * self._count] = torch.frombuffer(bytearray(digest * self._count), dtype=torch.uint8)
         self._exchange([size] * self._count, [size] * self._count)
         return self._in[: size * self._count].numpy().tobytes() == digest * self._count
 
     def scatter(self, bucket: Tensor, regions: tuple[int, ...]) -> None:
-        """Afterwards this host's region of the bucket holds the sum of all hosts'."""
+        """Sum this host's region of the bucket over all hosts."""
         start, stop = regions[self.me : self.me + 2]
         size = (stop - start) * bucket.itemsize
         copy(self._out.data_ptr(), bucket.data_ptr(), bucket.nbytes)
@@ -60,7 +62,7 @@ class Far:
         self.traffic.network += size * len(self.peers)
 
     def gather(self, bucket: Tensor, regions: tuple[int, ...]) -> None:
-        """Afterwards the bucket holds the region of each host, as that host has it."""
+        """Fill the bucket with the region of each host."""
         start, stop = regions[self.me : self.me + 2]
         sizes, own = _bytes(bucket, regions), bucket[start:stop]
         sizes[self.me] = 0
@@ -76,7 +78,7 @@ class Far:
         self.traffic.network += sum(sizes)
 
     def close(self) -> None:
-        """Break the connections where something is under way, so that gloo's threads come back."""
+        """Break the connections where an exchange is under way, so that gloo's threads return."""
         if self._under_way is not None:
             nowhere = torch.empty(1, dtype=torch.uint8, device="cpu")
             for at in range(self._count):
@@ -86,7 +88,7 @@ class Far:
         del self._group
 
     def _exchange(self, give: list[int], get: list[int]) -> None:
-        """So many bytes to and from each host."""
+        """Exchange bytes with each host."""
         given, got = self._out[: sum(give)], self._in[: sum(get)]
         work = self._group.alltoall_base(got, given, get, give, dist.AllToAllOptions())
         self._under_way = work

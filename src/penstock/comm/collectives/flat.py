@@ -1,4 +1,4 @@
-"""Tensors of one dtype as one run of elements, copied piece by piece to and from memory that ranks share."""
+"""Tensors of one dtype as one sequence of elements, copied in pieces to and from shared memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 _quick, _slow = ctypes.PyDLL(None).memmove, ctypes.CDLL(None).memmove
 for _move in (_quick, _slow):
     _move.argtypes, _move.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
-SMALL = 1 << 14  # bytes that are copied sooner than the interpreter's lock is given away
-PIECE = (1 << 15) - 1  # elements up to which torch adds in the calling thread: the others' cores are at work
+SMALL = 1 << 14  # bytes up to which copying is faster than releasing the interpreter's lock
+PIECE = (1 << 15) - 1  # elements up to which torch adds in the calling thread: the other cores are busy
 
 
 class Flat:
-    """Contiguous tensors in host memory, one after the other. The first element has the number `begin`."""
+    """Contiguous tensors in host memory, one after another. The first element has the number `begin`."""
 
     def __init__(self, tensors: Sequence[Tensor], begin: int = 0) -> None:
         self.parts = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
@@ -39,14 +39,14 @@ class Flat:
             copy(own, address + offset, size)
 
     def view(self, start: int, stop: int) -> Tensor | None:
-        """Elements as a view of the tensor that they are in; None where they are in several."""
+        """Return elements as a view of their tensor; None where they are in several."""
         at = bisect_right(self.starts, start) - 1
         if at < len(self.parts) and stop <= self.starts[at + 1]:
             return self.parts[at][start - self.starts[at] : stop - self.starts[at]]
         return None
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Address, bytes since `start`, and size in bytes of each tensor's part."""
+        """Yield address, offset in bytes from `start`, and size in bytes of each tensor's part."""
         at, now = bisect_right(self.starts, start) - 1, start
         while now < stop:
             then = min(stop, self.starts[at + 1])
@@ -56,12 +56,12 @@ class Flat:
 
 
 def copy(target: int, source: int, size: int) -> None:
-    """Bytes from one address to another."""
+    """Copy bytes from one address to another."""
     (_quick if size < SMALL else _slow)(target, source, size)
 
 
 def add_up(terms: Sequence[Tensor], total: Tensor) -> None:
-    """((t0 + t1) + t2) + ... Only the second of two terms may be the total."""
+    """Add terms as ((t0 + t1) + t2) + ... Only the second of two terms may be the total."""
     first, *rest = (torch.split(term, PIECE) for term in terms)
     totals = torch.split(total, PIECE)
     for term in rest:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 @dataclass
-class Traffic:
+class ReceivedBytes:
     """Bytes of tensors that this rank has received from others of its group since the reducer was opened.
 
     `shared`: read from the memory of ranks of this host; `network`: from other hosts. NCCL's are not counted.
@@ -32,39 +32,42 @@ class Traffic:
 
 
 class Pending(Protocol):
-    """A reduction that was started. `ended`: when it was over, by `perf_counter_ns`; known after `wait`."""
+    """A started reduction. `ended`: when it was over, by `perf_counter_ns`; set after `wait`."""
 
     ended: int
 
     def wait(self) -> list[Tensor]:
-        """The results. Raises why there are none: another rank failed, or the ranks gave unlike tensors."""
+        """Return the results. Raises if another rank has failed, or the ranks gave different tensors."""
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
 
 
 class Reducer(Protocol):
-    """One rank's part in the reductions of a group; for one thread.
+    """One rank's access to the reductions of a group; for one thread.
 
-    Every rank of the group has to start the same ones in the same order, of tensors alike in number, shape and dtype;
-    unlike ones are refused on all ranks. Tensors are dense; sparse ones are refused.
+    Every rank of the group has to start the same ones in the same order, with tensors of equal number, shapes and
+    dtypes; otherwise all ranks raise. Tensors are dense; sparse ones are refused.
     """
 
-    ranks: tuple[int, ...]  # of the world, ascending; this rank is one of them
-    traffic: Traffic
+    ranks: tuple[int, ...]  # ranks of the world, ascending, this rank included
+    traffic: ReceivedBytes
 
     def start(self, tensors: Sequence[Tensor]) -> Pending:
-        """All-reduce: the sum of each tensor. A contiguous tensor is summed in place, and so returned."""
+        """Start an all-reduce, which returns the sum of each tensor. A contiguous tensor is summed in place and
+        returned."""
 
     def reduce_scatter(self, flat: Tensor, bounds: Sequence[int]) -> Pending:
-        """This rank's part of the sum, in a list of one new tensor; `flat` keeps its values.
+        """Start a reduce-scatter, which returns this rank's part of the sum in a list of one new tensor; `flat` keeps
+        its values.
 
-        `bounds`: where the parts begin, in elements, one for each rank of the group, and the end of the last; parts
-        may be unequal or empty.
+        `bounds`: where the parts begin, in elements, one for each rank of the group, and the end of the last; parts may
+        be unequal or empty.
         """
 
     def all_gather(self, part: Tensor, out: Tensor, bounds: Sequence[int]) -> Pending:
-        """All parts in `out`, each rank's between its bounds; `out` in a list of one. `part` may be its place there."""
+        """Start an all-gather, which returns `out`, with each rank's part between its bounds, in a list. `part` may be
+        a view of `out`."""
 
     def close(self) -> None:
-        """End this rank's part; what was started and not waited for is given up."""
+        """End this rank's reductions; those that were started and not waited for are cancelled."""

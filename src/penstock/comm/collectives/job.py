@@ -1,4 +1,4 @@
-"""What a rank does with the rounds of one reduction."""
+"""One reduction, divided into rounds."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from penstock.comm.collectives.flat import Flat
 from penstock.comm.collectives.rounds import Round
 
 
-class Kind(Enum):
+class ReductionKind(Enum):
     REDUCE = "all-reduce"
     SCATTER = "reduce-scatter"
     GATHER = "all-gather"
 
 
 @dataclass(frozen=True)
-class Job:
-    """Of tensors of one dtype. `digest`: what all ranks have to agree on."""
+class ReductionJob:
+    """A reduction of tensors of one dtype. `digest`: a hash of what has to be equal on all ranks."""
 
-    kind: Kind
+    kind: ReductionKind
     dtype: torch.dtype
     source: Flat
     target: Flat
@@ -30,4 +30,4 @@ class Job:
 
 
 class Unlike(Exception):
-    """Not all ranks have started the same."""
+    """The ranks have started different reductions."""

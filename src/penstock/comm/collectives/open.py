@@ -1,10 +1,10 @@
-"""Open the reducer of a group of ranks, over what they can reach each other by.
+"""Open the reducer of a group of ranks, over the memory or network between them.
 
-    one host          memory that they share
+    one host          shared memory
     several hosts     shared memory within each, gloo between the first ranks of each
     a GPU each        NCCL
 
-Where shared memory cannot be had, or PENSTOCK_TRANSPORT is gloo, each rank is taken for a host of its own.
+Without shared memory, or with PENSTOCK_TRANSPORT=gloo, each rank is treated as a host of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from penstock.comm.collectives import segment
 from penstock.comm.collectives.far import Far
-from penstock.comm.collectives.interface import Reducer, Traffic
+from penstock.comm.collectives.interface import ReceivedBytes, Reducer
 from penstock.comm.collectives.near import Near
 from penstock.comm.collectives.reducer import HostReducer
 from penstock.comm.collectives.rounds import Group
@@ -35,13 +35,13 @@ from penstock.comm.world.rendezvous import run_interruptible
 from penstock.comm.world.world import World
 from penstock.errors import InputError
 
-NAP = 0.002  # seconds between two looks for the others
+NAP = 0.002  # seconds between two polls for the other ranks
 _opened: defaultdict[tuple[object, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a rank says of itself, for the group to decide by: the memory that it has to share, or why it has none."""
+class GroupFacts:
+    """Facts about a rank by which the group decides: its shared memory, or why it has none."""
 
     wish: str | None
     process: int
@@ -51,12 +51,12 @@ class Facts:
 
 
 def open_reducer(world: World, ranks: tuple[int, ...], device: torch.device) -> Reducer:
-    """This rank's part in the reductions of a group. Every rank of the group has to call, and no other."""
+    """Return this rank's reducer of a group. Every rank of the group has to call, and no other."""
     _require_group(world, ranks)
     group = ranks, world.watch.renewal
     meeting = Meeting(world, ranks, PrefixStore(f"reduce/{group}/{next(_opened[group])}", world.store))
     hosts, segments = _share(meeting)
-    worker, traffic = Worker(world.rank, world.watch), Traffic()
+    worker, traffic = Worker(world.rank, world.watch), ReceivedBytes()
     leaders = tuple(host[0] for host in hosts.hosts)
     far = None
     if len(leaders) > 1 and world.rank in leaders:
@@ -66,13 +66,13 @@ def open_reducer(world: World, ranks: tuple[int, ...], device: torch.device) -> 
 
 
 class Meeting:
-    """The ranks of a group exchange a few words over the store."""
+    """An exchange of short strings between the ranks of a group, over the store."""
 
     def __init__(self, world: World, ranks: tuple[int, ...], store: Store) -> None:
         self.world, self.ranks, self.store = world, ranks, store
 
     def exchange(self, what: str, words: str) -> list[str]:
-        """The words of all ranks, in their order; waits for them."""
+        """Wait for the strings of all ranks, and return them in the order of the ranks."""
         keys = {rank: f"{what}/{rank}" for rank in self.ranks}
         self.store.set(keys[self.world.rank], words)
         began = time.monotonic()
@@ -91,7 +91,7 @@ class Meeting:
 
 
 def _share(meeting: Meeting) -> tuple[Group, list[segment.Segment]]:
-    """The ranks by host, and the memory of those of this host. Afterwards nobody can open it any more."""
+    """Return the ranks by host, and the memory of those of this host, which cannot be opened any more afterwards."""
     world, ranks = meeting.world, meeting.ranks
     by_host: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
@@ -116,23 +116,23 @@ def _share(meeting: Meeting) -> tuple[Group, list[segment.Segment]]:
     return Group(tuple((rank,) for rank in ranks), ranks.index(world.rank)), [segment.alone()]
 
 
-def _offer(rank: int, near: int) -> tuple[Facts, segment.Segment | None]:
+def _offer(rank: int, near: int) -> tuple[GroupFacts, segment.Segment | None]:
     wish, process = requested_transport(None), os.getpid()
     if near == 1:
-        return Facts(wish, process), segment.alone()
+        return GroupFacts(wish, process), segment.alone()
     if wish == "gloo":
-        return Facts(wish, process, trouble="gloo is wanted"), None
+        return GroupFacts(wish, process, trouble="gloo is wanted"), None
     if not (mapping.can_share_memory() and mapping.has_semaphores()):
-        return Facts(wish, process, trouble="a system without memory files and semaphores to share"), None
+        return GroupFacts(wish, process, trouble="a system without memory files and semaphores to share"), None
     try:
         own, file = segment.create(f"penstock-reduce-{rank}", near)
     except OSError as error:
-        return Facts(wish, process, trouble=str(error)), None
-    return Facts(wish, process, file, own.mark.hex()), own
+        return GroupFacts(wish, process, trouble=str(error)), None
+    return GroupFacts(wish, process, file, own.mark.hex()), own
 
 
-def _facts(meeting: Meeting, mine: Facts, hosts: int) -> list[Facts]:
-    facts = [Facts(**json.loads(said)) for said in meeting.exchange("facts", json.dumps(asdict(mine)))]
+def _facts(meeting: Meeting, mine: GroupFacts, hosts: int) -> list[GroupFacts]:
+    facts = [GroupFacts(**json.loads(said)) for said in meeting.exchange("facts", json.dumps(asdict(mine)))]
     for rank, fact in zip(meeting.ranks, facts, strict=True):
         if fact.wish != facts[0].wish:
             raise InputError(
@@ -146,7 +146,7 @@ def _facts(meeting: Meeting, mine: Facts, hosts: int) -> list[Facts]:
     return facts
 
 
-def _opened_of(fact: Facts, near: int) -> segment.Segment:
+def _opened_of(fact: GroupFacts, near: int) -> segment.Segment:
     return segment.open_at(fact.process, fact.file, bytes.fromhex(fact.mark), near)
 
 

@@ -1,4 +1,4 @@
-"""Tensors before they are reduced: what cannot be is refused, and what all ranks have to agree on is put in words."""
+"""Check tensors before they are reduced, and describe what has to be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ ADDABLE = {
 def require(tensors: Sequence[Tensor], device: str = "cpu") -> None:
     """Raise unless all are dense tensors on that kind of device."""
     for at, tensor in enumerate(tensors):
-        wrapped = bool(is_traceable_wrapper_subclass(tensor))  # as a distributed tensor is: it has no memory itself
+        wrapped = bool(
+            is_traceable_wrapper_subclass(tensor)
+        )  # such as a distributed tensor, which has no memory itself
         if tensor.layout != torch.strided or wrapped:
             layout = type(tensor).__name__ if wrapped else str(tensor.layout)
             do = "make it dense: an embedding with sparse=False, the local part of a distributed tensor"
@@ -39,7 +41,7 @@ def require_addable(tensors: Sequence[Tensor]) -> None:
 
 
 def require_bounds(bounds: Sequence[int], ranks: Sequence[int], size: int) -> None:
-    """Raise unless they cut so many elements into a part for each rank."""
+    """Raise unless the bounds cut the elements into a part for each rank."""
     rising = all(a <= b for a, b in pairwise(bounds))
     if len(bounds) != len(ranks) + 1 or bounds[0] != 0 or bounds[-1] != size or not rising:
         raise InputError(
@@ -70,7 +72,7 @@ def digest(words: Sequence[str]) -> bytes:
 
 
 def unlike(words: dict[int, list[str]]) -> InputError:
-    """The first thing in which the ranks differ: the reduction, then each tensor."""
+    """Return the first difference between the ranks: the reduction, then each tensor."""
     (first, own), *rest = sorted(words.items())
     for rank, other in rest:
         for at in range(max(len(own), len(other))):
@@ -89,7 +91,7 @@ def _called(at: int) -> str:
 
 
 def separate(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Themselves, or copies where they are not contiguous, or share memory with another of them."""
+    """Return the tensors, or copies of those that are not contiguous or share memory with another."""
     dense = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
     end = 0
     for at in sorted(range(len(dense)), key=lambda at: dense[at].data_ptr()):

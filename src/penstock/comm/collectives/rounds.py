@@ -1,6 +1,6 @@
-"""How a reduction is cut into rounds: one bucket of every rank each.
+"""The division of a reduction into rounds, with one bucket of every rank each.
 
-A bucket holds stretches of the flat tensors, one behind the other. Each rank of a host adds up one share of it; on
+A bucket holds stretches of the flat tensors, one behind another. Each rank of a host adds up one share of it; on
 several hosts, each host then adds up one region of it over the hosts.
 
     all-reduce        one stretch, in even shares        |  0  |  1  |  2  |
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-ALIGNED = 64  # elements; shares that begin at a multiple are added faster
+ALIGNED = 64  # elements; shares that start at a multiple are added faster
 
 Stretches = tuple[tuple[int, int], ...]
 
@@ -29,19 +29,19 @@ class Group:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Of the ranks' parts in a bucket."""
+        """The order of the ranks' parts in a bucket."""
         return tuple(rank for host in self.hosts for rank in host)
 
     @property
     def near(self) -> tuple[int, ...]:
-        """The ranks of this host, the first of which speaks to the other hosts."""
+        """The ranks of this host; the first exchanges with the other hosts."""
         return self.hosts[self.here]
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """`stretches`: of the flat tensors, (start, stop) in elements. The others are places in the bucket: where each
-    rank's share, each host's region and, behind the last, the bucket ends. `parts`: where each stretch does."""
+    """One bucket. `stretches`: ranges of the flat tensors, (start, stop) in elements. The others are positions in the
+    bucket, with its end: the starts of each rank's share, of each host's region, and (`parts`) of each stretch."""
 
     stretches: Stretches
     shares: tuple[int, ...]
@@ -53,8 +53,8 @@ class Round:
         return self.parts[-1]
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """For what lies in the bucket from `start` to `stop`: its place in the bucket, and its stretch in the flat
-        tensors."""
+        """Yield, for the range of the bucket from `start` to `stop`, each position in the bucket and its stretch of the
+        flat tensors."""
         for place, (first, last) in zip(self.parts, self.stretches, strict=False):
             low, high = max(start - place, 0), min(stop - place, last - first)
             if low < high:
@@ -62,7 +62,8 @@ class Round:
 
 
 def even(group: Group, size: int, most: int) -> list[Round]:
-    """For so many elements, of which a bucket holds `most`. One round at least, in which ranks meet."""
+    """Return the rounds for a number of elements, of which a bucket holds `most`; at least one round, in which the
+    ranks synchronize."""
     rounds = []
     for start in range(0, max(size, 1), most):
         stop = min(start + most, size)
@@ -72,8 +73,8 @@ def even(group: Group, size: int, most: int) -> list[Round]:
 
 
 def by_part(group: Group, bounds: Sequence[int], most: int) -> list[Round]:
-    """For parts between bounds, in the order of the ranks' numbers: a piece of each in every bucket, of equal size as
-    long as the part lasts."""
+    """Return the rounds for parts between bounds, in the order of the ranks: every bucket holds a piece of each part,
+    of equal size as long as the part lasts."""
     ranks = sorted(group.order)
     numbers = [ranks.index(rank) for rank in group.order]
     piece = most // len(ranks)

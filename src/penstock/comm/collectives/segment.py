@@ -1,10 +1,11 @@
-"""The memory in which a rank of a group shows the others of its host what it has: semaphores, and slots for buckets.
+"""The memory through which a rank of a group shares data with the others of its host: semaphores, and slots for
+buckets.
 
     mark | semaphores: event, other rank ... | slot: digest, bucket | slot ...
 
-A semaphore lies with the rank that waits for it, one for each event and each other rank, and is posted once a bucket:
-so no rank reads memory before its writer is done with it, on any processor. The memory has no name in the file system:
-the others open it through /proc, and when the last process that has it mapped ends, however it ends, it is free.
+A semaphore is in the memory of the rank that waits for it, one for each event and each other rank, and is posted once
+for each bucket, so that no rank reads memory before its writer is done with it. The memory has no name in the file
+system: the others open it through /proc, and it is freed when the last process that has it mapped ends.
 """
 
 from __future__ import annotations
@@ -29,41 +30,42 @@ _LINE = 64
 _PAGE = 4096
 
 
-class Event(IntEnum):
-    """What a rank tells another of a bucket."""
+class BucketEvent(IntEnum):
+    """The progress of a bucket, which a rank posts to another."""
 
-    WRITTEN = 0  # what the others need of my tensors is in my slot
-    ADDED = 1  # my share of the sum is in my slot
-    TAKEN = 2  # I need nothing more of your slot
-    SPREAD = 3  # the sum over all hosts is in my slot
+    WRITTEN = 0  # the parts of this rank's tensors that others need are in its slot
+    ADDED = 1  # this rank's share of the sum is in its slot
+    TAKEN = 2  # this rank does not need the other's slot any more
+    SPREAD = 3  # the sum over all hosts is in this rank's slot
 
 
 class Segment:
-    """Of one rank of a host, as that rank or another sees it. `count`: ranks of the group on this host."""
+    """The shared memory of one rank of a host, as that rank or another uses it. `count`: ranks of the group on this
+    host."""
 
     def __init__(self, piece: memoryview, count: int, mark: bytes | None = None) -> None:
-        """With a mark, this rank creates."""
+        """With a mark, this rank creates the memory."""
         head = _head(count)
         self._piece = piece
         if mark is not None:
             piece[:_MARK] = mark
         self.mark = bytes(piece[:_MARK])
-        waits = len(Event) * count if count > 1 else 0
+        waits = len(BucketEvent) * count if count > 1 else 0
         rooms = [piece[_LINE * at :][: mapping.BYTES] for at in range(1, 1 + waits)]
         semaphores = [Semaphore(room, create=mark is not None) for room in rooms]
-        self.semaphores = [semaphores[event * count : (event + 1) * count] for event in Event]
+        self.semaphores = [semaphores[event * count : (event + 1) * count] for event in BucketEvent]
         self._places = [head + slot * (DIGEST + BUCKET) + DIGEST for slot in range(SLOTS)]
         self.addresses = [mapping.address_of(piece[place:]) for place in self._places]
         self._tensors: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def digest(self, slot: int) -> memoryview:
-        """The bytes before the bucket of a slot."""
+        """Return the bytes before the bucket of a slot."""
         return self._piece[self._places[slot] - DIGEST : self._places[slot]]
 
     def bucket(self, slot: int, dtype: torch.dtype) -> Tensor:
-        """The bucket of a slot, as elements."""
+        """Return the bucket of a slot as a tensor."""
         if (slot, dtype) not in self._tensors:
-            with torch.inference_mode(False):  # else it could not be written to outside of it
+            with torch.inference_mode(False):  # inference tensors could not be written to outside of inference mode
                 self._tensors[slot, dtype] = torch.frombuffer(
                     self._piece, dtype=dtype, count=BUCKET // dtype.itemsize, offset=self._places[slot]
                 )
@@ -71,12 +73,13 @@ class Segment:
 
 
 def alone() -> Segment:
-    """That of the only rank of the group on its host."""
+    """Return private memory, for the only rank of the group on its host."""
     return Segment(memoryview((ctypes.c_char * _size(1))()).cast("B"), 1, bytes(_MARK))
 
 
 def create(name: str, count: int) -> tuple[Segment, int]:
-    """This rank's, and its file, to be closed when the others have opened it. OSError where there is no memory."""
+    """Create this rank's memory, and return it with its file, to be closed when the others have opened it. Raises
+    OSError where there is no memory."""
     file, size = mapping.create(name), _size(count)
     try:
         mapping.allocate(file, 0, size)
@@ -87,7 +90,8 @@ def create(name: str, count: int) -> tuple[Segment, int]:
 
 
 def open_at(process: int, number: int, mark: bytes, count: int) -> Segment:
-    """That of another process, by the number its file has there. OSError where the kernel does not allow it."""
+    """Open the memory of another process, by the number of its file there. Raises OSError where the kernel does not
+    allow it."""
     file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         segment = Segment(mapping.map_piece(file, 0, _size(count)), count)
@@ -99,8 +103,8 @@ def open_at(process: int, number: int, mark: bytes, count: int) -> Segment:
 
 
 def _head(count: int) -> int:
-    """Bytes before the first slot."""
-    return -(-_LINE * (1 + len(Event) * count) // _PAGE) * _PAGE
+    """Return the bytes before the first slot."""
+    return -(-_LINE * (1 + len(BucketEvent) * count) // _PAGE) * _PAGE
 
 
 def _size(count: int) -> int:

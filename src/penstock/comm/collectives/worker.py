@@ -1,7 +1,7 @@
-"""The thread of a reducer: it does what was started, one after the other, while the main thread computes.
+"""The thread of a reducer: it runs reductions one after another while the main thread computes.
 
-It ends by itself when another rank has failed. So that it is never in native code when the interpreter ends, whoever
-made it has to stop it.
+It ends when another rank has failed. Its owner has to stop it before the interpreter ends, when it must not be in
+native code.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from torch import Tensor
 
 from penstock.comm.transport.interface import Waiting
 
-PIECE = 0.2  # seconds between two looks at the other ranks
+PIECE = 0.2  # seconds between two checks of the other ranks
 
 Work = Callable[[], list[Tensor]]
 
 
 class Stopped(Exception):
-    """The thread was told to stop amid its work."""
+    """The thread was stopped during its work."""
 
 
 class Worker:
-    """`rank`: this one. `waits_for`: the rank that the thread waits for now."""
+    """The thread. `rank`: this rank. `waits_for`: the rank for which the thread is waiting."""
 
     def __init__(self, rank: int, watch: Waiting) -> None:
         self.rank, self.watch = rank, watch
         self.waits_for: int | None = None
-        self.progress = 0  # waits that are over
+        self.progress = 0  # number of waits that have ended
         self.failure: BaseException | None = None
         self._stopping = False
-        self._tasks: queue.SimpleQueue[tuple[Work, Task] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Work, Reduction] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Work) -> Task:
-        task = Task(self)
+    def submit(self, work: Work) -> Reduction:
+        task = Reduction(self)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="penstock-reduce", daemon=True)
             self._thread.start()
@@ -45,18 +45,18 @@ class Worker:
         return task
 
     def wait(self, peers: tuple[int, ...], over: Callable[[float], bool]) -> None:
-        """Called in the thread: until `over`, which waits for some seconds itself. Raises if a rank has failed."""
+        """Wait, in the thread, until `over`, which itself waits for some seconds. Raises if a rank has failed."""
         self.waits_for = peers[0]
         while not over(PIECE):
             if self._stopping:
                 raise Stopped
             for peer in peers:
-                self.watch.check(peer, 0.0)  # how long is too long counts for who waits for the result
+                self.watch.check(peer, 0.0)  # the time-out is checked by the thread that waits for the result
         self.waits_for = None
         self.progress += 1
 
     def stop(self) -> None:
-        """Give up what is under way, and come back when the thread has ended."""
+        """Cancel the current work, and return when the thread has ended."""
         self._stopping = True
         self._tasks.put(None)
         if self._thread is not None:
@@ -70,14 +70,14 @@ class Worker:
                     task.results = work()
             except BaseException as error:
                 self.failure = error
-            task.failure = self.failure  # after one, the ranks are no longer at the same place
+            task.failure = self.failure  # after a failure, the ranks are no longer synchronized
             task.ended = perf_counter_ns()
             task.over.set()
-            del item, work, task  # their tensors are not kept while the next are awaited
+            del item, work, task  # release the tensors while waiting for the next
 
 
-class Task:
-    """A reduction that was started: a `Pending`."""
+class Reduction:
+    """A started reduction: a `Pending`."""
 
     def __init__(self, worker: Worker) -> None:
         self.over = threading.Event()

@@ -45,9 +45,9 @@ def tie_groups(ties: Iterable[tuple[nn.Parameter, tuple[int, ...]]]) -> list[Tie
 
 
 class TiedWeights:
-    """What passes between the stages of a group, whether they live in this process or not.
+    """Transfers of tied gradients and weights between the stages of a group, within this process or not.
 
-    With `replicas` of the stages, each replica of the owner has its own way to and from each user: `replica` of this
+    With `replicas` of the stages, each replica of the owner has a separate connection to each user: `replica` of this
     process's stages exchanges with the first one that it has rows in common with.
     """
 
