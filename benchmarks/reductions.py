@@ -51,7 +51,7 @@ class Reducing:
         return good
 
     def seconds(self, way, start, count):
-        """Of one of so many, from the common start to this rank's end; and of this rank's cores."""
+        """Return those of one of so many, from the common start to this rank's end; and of this rank's cores."""
         play = getattr(self, way)
         time.sleep(max(0.0, start - time.perf_counter()))
         used = time.process_time()

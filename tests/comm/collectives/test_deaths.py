@@ -1,4 +1,4 @@
-"""What happens to one rank amid a reduction ends all in time, with its cause, and leaves nothing behind."""
+"""Failures of one rank amid a reduction end all in time, with their cause, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_rank_that_is_waited_for_too_long_is_named(team):
     for rank in (0, 1):
         error = team.ranks.ranks[rank].error
         assert "longer than the time-out" in error, error
-        assert "rank 2: before its first step; at work, waits for nobody" in error or "stops" in error, error
+        assert "rank 2: before its first step; computes, waits for no rank" in error or "stops" in error, error
 
 
 def test_a_reduction_that_fails_fails_in_wait_on_that_rank_alone(team):

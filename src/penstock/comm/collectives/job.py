@@ -1,4 +1,4 @@
-"""What a rank does with the rounds of one reduction."""
+"""The task of a rank in one reduction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Job:
-    """Of tensors of one dtype. `digest`: what all ranks have to agree on."""
+    """The reduction of tensors of one dtype. `digest`: what all ranks have to agree on."""
 
     kind: Kind
     dtype: torch.dtype

@@ -163,7 +163,7 @@ class Near:
         return one.parts[number], one.parts[number + 1]
 
     def _read(self, job: Job, one: Round, first: int, last: int, slot: int) -> None:
-        """What belongs there in the bucket, from my tensors into my slot."""
+        """Copy what belongs there in the bucket, from my tensors into my slot."""
         for place, start, stop in one.within(first, last):
             job.source.read(start, stop, self.own.addresses[slot] + place * job.dtype.itemsize)
 

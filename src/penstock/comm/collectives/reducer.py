@@ -74,7 +74,7 @@ class HostReducer:
             cut = rounds.even(self._near.group, flat.end, BUCKET // dtype.itemsize)
             self._run(words, Kind.REDUCE, dtype, flat, flat, cut)
         for tensor in sums:
-            _written(tensor)
+            prepare.mark_written(tensor)
         return sums
 
     @torch.no_grad()
@@ -96,7 +96,7 @@ class HostReducer:
             rounds.by_part(self._near.group, bounds, BUCKET // out.itemsize),
         )
         self._run(words, Kind.GATHER, out.dtype, source, Flat([out]), cut)
-        _written(out)
+        prepare.mark_written(out)
         return [out]
 
     def _run(
@@ -107,9 +107,3 @@ class HostReducer:
         except Unlike:
             said = self._exchange(json.dumps(words))
             raise prepare.unlike(dict(zip(self.ranks, map(json.loads, said), strict=True))) from None
-
-
-def _written(tensor: Tensor) -> None:
-    """Autograd is told, as of any change in place."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)

@@ -1,4 +1,4 @@
-"""How a reduction is cut into rounds: one bucket of every rank each.
+"""The rounds that a reduction is cut into: one bucket of every rank each.
 
 A bucket holds stretches of the flat tensors, one behind the other. Each rank of a host adds up one share of it; on
 several hosts, each host then adds up one region of it over the hosts.
@@ -29,7 +29,7 @@ class Group:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Of the ranks' parts in a bucket."""
+        """The ranks in the order of their parts in a bucket."""
         return tuple(rank for host in self.hosts for rank in host)
 
     @property

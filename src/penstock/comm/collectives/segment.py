@@ -30,7 +30,7 @@ _PAGE = 4096
 
 
 class Event(IntEnum):
-    """What a rank tells another of a bucket."""
+    """Something that a rank tells another of a bucket."""
 
     WRITTEN = 0  # what the others need of my tensors is in my slot
     ADDED = 1  # my share of the sum is in my slot
@@ -39,7 +39,7 @@ class Event(IntEnum):
 
 
 class Segment:
-    """Of one rank of a host, as that rank or another sees it. `count`: ranks of the group on this host."""
+    """The memory of one rank, as that rank or another of its host sees it. `count`: ranks of the group on this host."""
 
     def __init__(self, piece: memoryview, count: int, mark: bytes | None = None) -> None:
         """With a mark, this rank creates."""
