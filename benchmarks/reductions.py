@@ -6,8 +6,9 @@ One line a size and number of ranks: the time in which all ranks have the sum of
 sum after the other; a sample is from a common start to the last rank's end. gloo's is `torch.distributed.all_reduce`.
 The limit moves what a sum cannot do without, at the speed of plain copies, by all ranks at once: a rank of n writes
 (n - 1) / n of its tensor for others to read, reads n shares of 1 / n, and writes the whole sum; that is one copy of
-half of these bytes. Medians; repetitions interleaved in shuffled order; those in which other processes used the cores
-are made again, and where there was no quiet, that is said. One thread a process.
+half of these bytes. Core time, all that a rank's threads have used, tells on a busy machine, too. Medians; repetitions
+interleaved in shuffled order; those in which other processes used the cores are made again, and where there was no
+quiet, that is said. One thread a process.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ class Reducing:
         return good
 
     def seconds(self, way, start, count):
-        """Of one of so many, from the common start to this rank's end."""
+        """Return those of one of so many, from the common start to this rank's end; and of this rank's cores."""
         play = getattr(self, way)
         time.sleep(max(0.0, start - time.perf_counter()))
+        used = time.process_time()
         for _ in range(count):
             play()
-        return (time.perf_counter() - start) / count
+        return (time.perf_counter() - start) / count, (time.process_time() - used) / count
 
     def ours(self):
         self.reducer.start([self.tensor]).wait()
@@ -71,8 +73,9 @@ class Reducing:
 
 
 def sample(team, way, count):
-    """Of all ranks."""
-    return max(team.ask("seconds", way, time.perf_counter() + LEAD, count))
+    """Seconds until the last rank has ended, and of cores that a rank has used."""
+    seconds, used = zip(*team.ask("seconds", way, time.perf_counter() + LEAD, count), strict=True)
+    return max(seconds), statistics.mean(used)
 
 
 def case(team, size, repetitions, seconds):
@@ -80,14 +83,15 @@ def case(team, size, repetitions, seconds):
     assert all(team.ask("prepare", size))
     quiet = {way: [] for way in WAYS}
     loud = {way: [] for way in WAYS}
-    counts = {way: int(seconds / min(sample(team, way, 3) for _ in range(3))) + 1 for way in WAYS}
+    counts = {way: int(seconds / min(sample(team, way, 3)[0] for _ in range(3))) + 1 for way in WAYS}
     for _ in range(TRIES * repetitions):
         for way in random.sample(WAYS, len(WAYS)):
             if len(quiet[way]) < repetitions:
                 with quiet_sample() as heard:
                     spent = sample(team, way, counts[way])
                 (quiet if heard.quiet else loud)[way].append(spent)
-    return {way: statistics.median(quiet[way] or loud[way]) for way in WAYS}, min(map(len, quiet.values()))
+    medians = {way: [statistics.median(each) for each in zip(*(quiet[way] or loud[way]), strict=True)] for way in WAYS}
+    return medians, min(map(len, quiet.values()))
 
 
 def main():
@@ -101,11 +105,12 @@ def main():
         with Team(ranks, Reducing) as team:
             for size in chosen.sizes:
                 found, fewest = case(team, size, chosen.repetitions, chosen.seconds)
-                ours, gloo, limit = (found[way] * 1e3 for way in WAYS)
+                (ours, own), (gloo, other), (limit, _) = ([1e3 * seconds for seconds in found[way]] for way in WAYS)
                 noise = "" if fewest == chosen.repetitions else f"   NOISY: {fewest} quiet samples"
                 print(
                     f"{ranks} ranks  {size:3} MB   ours {ours:7.2f} ms   gloo {gloo:7.2f} ms   limit {limit:7.2f} ms  "
-                    f" gloo / ours {gloo / ours:.2f} (wanted {WANTED:.2f})   ours / limit {ours / limit:.2f}{noise}",
+                    f" gloo / ours {gloo / ours:.2f} (wanted {WANTED:.2f})   ours / limit {ours / limit:.2f}   "
+                    f"core time a rank: ours {own:.2f} ms, gloo {other:.2f} ms{noise}",
                     flush=True,
                 )
 

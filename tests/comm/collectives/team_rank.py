@@ -73,7 +73,7 @@ def gather(ranks: tuple[int, ...], dtype: str, bounds: Sequence[int], seed: int,
 
 
 def refused(ranks: tuple[int, ...], specs: dict[int, Sequence[Spec]]) -> str:
-    """What each rank is told, by a reducer for it alone; it has no use any more."""
+    """The refusal that each rank gets, from a reducer for it alone; that one has no use any more."""
     own = open_reducer(WORLD, ranks, torch.device("cpu"))
     try:
         first = said(lambda: own.start(tensors(specs[RANK], 1)).wait())
@@ -113,8 +113,36 @@ def unusual(what: str) -> str:
     return said(lambda: reducer(everybody).start(given[what]))
 
 
-def opened(ranks: tuple[int, ...]) -> str:
-    return said(lambda: open_reducer(WORLD, ranks, torch.device("cpu")))
+def opened(ranks: tuple[int, ...], device: str = "cpu") -> str:
+    return said(lambda: open_reducer(WORLD, ranks, torch.device(device)))
+
+
+def on_gpus(ranks: tuple[int, ...]) -> str:
+    """Whole numbers, which any order of adding sums alike, made by kernels that take their time."""
+    own, n, at = open_reducer(WORLD, ranks, torch.device("cuda", 0)), len(ranks), ranks.index(RANK)
+    big, bounds = torch.randn(4096, 4096, device="cuda"), [0, 5, *[1000 * number for number in range(1, n)]]
+    wanted = torch.arange(bounds[-1], device="cuda") * n + sum(ranks)
+    good = []
+    for _ in range(3):
+        for _ in range(5):
+            big = big @ big
+            big = big / big.norm()
+        late = (big.isnan().sum() * 0 + RANK).float()
+        flat = torch.arange(bounds[-1], device="cuda") + late
+        both = [flat.clone(), flat.to(torch.float64).reshape(1, -1), flat[:0]]
+        sums, part = own.start(both), own.reduce_scatter(flat, bounds)
+        good += [bool((each.flatten() == wanted[: each.numel()]).all()) for each in sums.wait()]
+        (mine,) = part.wait()
+        good.append(torch.equal(mine, wanted[bounds[at] : bounds[at + 1]].float()))
+        (whole,) = own.all_gather(mine, torch.zeros_like(flat), bounds).wait()
+        good.append(torch.equal(whole, wanted.float()))
+    own.close()
+    return "as expected" if all(good) else f"{good}"
+
+
+def unlike_on_gpus(ranks: tuple[int, ...]) -> str:
+    own = open_reducer(WORLD, ranks, torch.device("cuda", 0))
+    return said(lambda: own.start([torch.ones(3 + (RANK == 1), device="cuda")]).wait())
 
 
 def overlapping(ranks: tuple[int, ...]) -> str:

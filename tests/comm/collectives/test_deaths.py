@@ -1,4 +1,4 @@
-"""What happens to one rank amid a reduction ends all in time, with its cause, and leaves nothing behind."""
+"""Failures of one rank amid a reduction end all in time, with their cause, and leave nothing behind."""
 
 from __future__ import annotations
 

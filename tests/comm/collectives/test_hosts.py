@@ -95,7 +95,7 @@ def test_each_rank_gets_all_parts(spread, sizes, dtype, seed, inside):
 
 
 def test_each_byte_crosses_once_each_way(spread):
-    """Of S bytes, (h - 1) / h enter each of h hosts in a reduce-scatter, as many in an all-gather, by one rank."""
+    """In a reduce-scatter of S bytes, (h - 1) / h enter each of h hosts, in an all-gather as many, by one rank."""
     team, hosts = spread
     n, everybody = team.size, tuple(range(team.size))
     bounds = bounds_of([120_000] * n)

@@ -65,7 +65,7 @@ def test_kinds_follow_each_other(team):
 
 
 def test_bytes_read_from_other_ranks_are_those_of_the_formulas(team):
-    """Of S bytes: reduce-scatter and all-gather (n - 1) / n each, all-reduce both."""
+    """For S bytes: reduce-scatter and all-gather (n - 1) / n each, all-reduce both."""
     n, everybody = team.size, tuple(range(team.size))
     bounds = bounds_of([120_000] * n)
     once = (n - 1) * 120_000 * 4

@@ -19,11 +19,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from penstock.comm.collectives import segment
 from penstock.comm.collectives.far import Far
 from penstock.comm.collectives.interface import ReceivedBytes, Reducer
+from penstock.comm.collectives.nccl import NcclReducer
 from penstock.comm.collectives.near import Near
 from penstock.comm.collectives.reducer import HostReducer
 from penstock.comm.collectives.rounds import Group
@@ -55,8 +57,11 @@ def open_reducer(world: World, ranks: tuple[int, ...], device: torch.device) -> 
     _require_group(world, ranks)
     group = ranks, world.watch.renewal
     meeting = Meeting(world, ranks, PrefixStore(f"reduce/{group}/{next(_opened[group])}", world.store))
-    hosts, segments = _share(meeting)
     worker, traffic = Worker(world.rank, world.watch), ReceivedBytes()
+    if device.type != "cpu":
+        _require_gpus(meeting, device)
+        return NcclReducer(ranks, device, PrefixStore("nccl", meeting.store), worker, meeting.at_fault)
+    hosts, segments = _share(meeting)
     leaders = tuple(host[0] for host in hosts.hosts)
     far = None
     if len(leaders) > 1 and world.rank in leaders:
@@ -88,6 +93,20 @@ class Meeting:
 
     def at_fault(self, words: str) -> list[str]:
         return self.exchange("at fault", words)
+
+
+def _require_gpus(meeting: Meeting, device: torch.device) -> None:
+    """Raise unless each rank has one of its own that NCCL can use."""
+    usable = device.type == "cuda" and dist.is_nccl_available()
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if usable else ""
+    host = os.environ.get("NCCL_HOSTID", meeting.world.hosts[meeting.world.rank])
+    gpus = meeting.exchange("gpus", f"{host}/{gpu}" if usable else "")
+    if "" in gpus or len(set(gpus)) < len(gpus):
+        raise InputError(
+            "a GPU of its own for each replica of a stage, and NCCL",
+            f"{len(set(gpus) - {''})} for ranks {', '.join(map(str, meeting.ranks))}",
+            "give each rank another device, or train these replicas on the CPU",
+        )
 
 
 def _share(meeting: Meeting) -> tuple[Group, list[segment.Segment]]:

@@ -101,3 +101,9 @@ def separate(tensors: Sequence[Tensor]) -> list[Tensor]:
         elif tensor.numel():
             end = tensor.data_ptr() + tensor.nbytes
     return dense
+
+
+def mark_written(tensor: Tensor) -> None:
+    """Tell autograd, as of any change in place."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)

@@ -74,7 +74,7 @@ class HostReducer:
             cut = rounds.even(self._near.group, flat.end, BUCKET // dtype.itemsize)
             self._run(words, ReductionKind.REDUCE, dtype, flat, flat, cut)
         for tensor in sums:
-            _written(tensor)
+            prepare.mark_written(tensor)
         return sums
 
     @torch.no_grad()
