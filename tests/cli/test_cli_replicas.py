@@ -102,7 +102,9 @@ def test_compare_measures_plain_data_parallelism_on_workers(small):
 def test_replicas_that_are_wrong_are_refused_once_before_workers_start(small):
     done = forked("train", small("stages = 2", "replicas = [2]"))
     assert (done.returncode, done.stdout) == (2, "")
-    said = "pipeline.replicas: expected a positive replica count for each of 2 ranks, but got [2]; give one number a rank"
+    said = (
+        "pipeline.replicas: expected a positive replica count for each of 2 ranks, but got [2]; give one number a rank"
+    )
     assert done.stderr.count(said) == 1
 
 
