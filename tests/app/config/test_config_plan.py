@@ -100,7 +100,8 @@ def test_remedies_come_beside_a_plan(tmp_path):
 
 @pytest.mark.parametrize(
     ("beside", "shown"),
-    [("stages = 2", "2"), ("replicas = 1", "1"), ('cuts = ["2"]', "['2']"), ("chunks = 1", "1"), ('schedule = "1f1b"', '"1f1b"'),
+    [("stages = 2", "2"), ("replicas = 1", "1"),
+     ('cuts = ["2"]', "['2']"), ("chunks = 1", "1"), ('schedule = "1f1b"', '"1f1b"'),
      ("microbatches = 2", "2")],
 )  # fmt: skip
 def test_a_plan_stands_alone(tmp_path, beside, shown):
