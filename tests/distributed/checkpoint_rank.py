@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoints import batch, conv, gpt, pictures, state, steps
+from checkpoints import batch, conv, gpt, pictures, state, steps, typed
 from penstock import InputError
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -61,7 +61,7 @@ def main(out: str, kind: str, stages: str, options: str, *actions: str) -> None:
         elif verb == "state":
             torch.save(state(pipe), Path(out) / f"{word}-{RANK}.pt")
         elif verb == "evaluate":
-            said["losses"].append(pipe.evaluate([given(99)]))
+            said["losses"].append(pipe.evaluate([typed(pipe, given(99))]))
         elif verb == "random":
             torch.manual_seed(1000 + RANK)
         elif verb == "draw":

@@ -20,6 +20,8 @@ from torch import Tensor
 
 import penstock
 from penstock import StagePlan
+from penstock.core.match import match
+from penstock.core.timeline import Timeline
 from penstock.model.layers import layers_of
 from penstock.models.gpt import GPT
 
@@ -74,9 +76,17 @@ def run(given: Any) -> dict[str, Any]:
     losses = [step.loss for step in pipe.train(data)]
     state = pipe.state_dict()
     forwards = {f"{stage.index}.{stage.replica}": stage.forwards for stage in pipe.stages}
+    line = pipe.timeline()
     pipe.close()
     mark = hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest()
-    return {"losses": losses, "mark": mark, "forwards": forwards}
+    return {"losses": losses, "mark": mark, "forwards": forwards, "in order": sends_come_first(line)}
+
+
+def sends_come_first(line: Timeline) -> bool:
+    """Whether the timeline has every slot's times at its own rows."""
+    pairs = match(line.schedule)
+    used = pairs.sends >= 0
+    return bool((line.end[pairs.receives[used]] > line.start[pairs.sends[used]]).all())
 
 
 def main(folder: str, *cases: str) -> None:

@@ -27,6 +27,7 @@ def test_ranks_carry_out_a_plan_with_the_inline_bits(tmp_path, cases):
         for rank, device in enumerate(devices):
             result = found[rank][case]
             assert (result["losses"], result["mark"]) == (inline["losses"], inline["mark"]), case
+            assert result["in order"], case
             pipeline_rank = next(at for at, slots in enumerate(plan.devices) if (device,) in slots)
             replica = sorted(plan.devices[pipeline_rank]).index((device,))
             assert result["forwards"] == {

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from hosts import HERE, run
-from timeline_rank import BACKWARD, FORWARD, SCHEDULES
+from timeline_rank import BACKWARD, FORWARD, SCHEDULES, WIDE, WITH_REPLICAS
 
 from penstock.core.action import Op
 from penstock.core.match import match
@@ -112,6 +112,73 @@ def test_json_goes_both_ways(lines):
     assert again.to_json() == line.to_json()
     assert again.measured
     assert again.figures() == line.figures()
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory):
+    """Of every rank: two replicas of the first stages, and the last."""
+    return ask(tmp_path_factory.mktemp("replicas"), 3, "replicas")
+
+
+@pytest.mark.parametrize("name", WITH_REPLICAS)
+class TestReplicas:
+    def test_a_reduction_lasts_from_its_last_replica_to_its_sums(self, replicated, name):
+        """Both replicas' rows say the same, the update waits for both, and no compute of a slot is later than its
+        reduction's begin unless another stage's."""
+        for told in replicated[0][name]["measured"]:
+            line = Timeline.from_json(told)
+            rows, slots = line.schedule.rows, line.schedule.slot_of_rows()
+            reductions = np.flatnonzero(rows.op == Op.REDUCE)
+            stages = set(rows.stage[slots == 0].tolist())
+            assert set(rows.stage[reductions].tolist()) == stages
+            for stage in stages:
+                first, second = reductions[rows.stage[reductions] == stage]
+                assert (slots[first], slots[second]) == (0, 1)
+                assert line.start[first] == pytest.approx(line.start[second])
+                assert abs(line.end[first] - line.end[second]) < 0.05
+                for row in (first, second):
+                    own = (slots == slots[row]) & (rows.stage == stage)
+                    backward = own & np.isin(rows.op, (Op.B, Op.I, Op.W))
+                    assert line.end[row] > line.start[row] >= line.end[backward].max()
+                    assert line.start[own & (rows.op == Op.UPDATE)].min() >= line.end[row]
+
+    def test_what_is_received_is_what_the_formula_says(self, replicated, name):
+        """Of two replicas each gets half of the gradients and half of the sums, 2 (n - 1) / n of them; the first step
+        apart from the others in nothing."""
+        own = replicated[0][name]["gradients"][:: 2 if name == "interleaved" else 1]
+        first = sum(own) if name == "interleaved" else own[0]
+        for rank in range(2):
+            assert replicated[rank][name]["received"] == pytest.approx([first] * 6, rel=0.01)
+        assert replicated[2][name]["received"] == [0] * 6
+
+    def test_bytes_and_seconds_are_those_of_a_whole_micro_batch(self, replicated, name):
+        told = replicated[0][name]
+        weights = WIDE * (WIDE + 1) * 4
+        rows, stages = 4 * WIDE * 4, len(told["footprint"]["weights"])
+        assert told["footprint"]["weights"] == told["footprint"]["gradients"] == [weights] * stages
+        # the input, its product and the sleeper's result, the same tensor; the last stage's loss has two more
+        assert min(told["footprint"]["activations"]) >= 2 * rows
+        assert max(told["footprint"]["activations"]) <= 5 * rows
+        reduced = [stage for stage in range(stages) if stage % 2 == 0]
+        assert all((told["reduce"][stage] > 0) == (stage in reduced) for stage in range(stages))
+
+    def test_the_prediction_is_near_and_every_report_draws_it(self, replicated, name):
+        measured = [Timeline.from_json(line) for line in replicated[0][name]["measured"]]
+        predicted, last = Timeline.from_json(replicated[0][name]["predicted"]), measured[-1]
+        usual = np.median([line.makespan for line in measured[1:]])
+        assert predicted.makespan == pytest.approx(usual, rel=0.25)
+        pair = [("predicted", predicted), ("measured", last)]
+        assert {"rank 0.0", "rank 0.1", "rank 1"} <= {
+            line.split("  ")[0] for line in str(gantt(last, 100)).splitlines()
+        }
+        _, table = summary(last).renderables
+        assert len(table.rows) == len(memory_table(predicted).rows) == 3
+        both = svg(pair)
+        ElementTree.fromstring(both)
+        assert "reduction over replicas" in both
+        assert html(pair).startswith("<!doctype html>")
+        names = {event["name"] for event in json.loads(trace(pair))["traceEvents"]}
+        assert any(word.startswith("0R") for word in names)
 
 
 @pytest.mark.parametrize(

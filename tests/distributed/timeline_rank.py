@@ -1,6 +1,7 @@
 """Run as one rank: trains, and tells rank 0's file what was measured.
 
 timeline_rank.py timelines OUT        sleeping stages under several schedules, one after the other
+timeline_rank.py replicas OUT         the same with replicas of the first pipeline rank, of wide layers to reduce
 timeline_rank.py memory OUT METHOD    big activations, so that they outweigh all else
 timeline_rank.py offsets OUT          clocks that differ by what SHIFT in the environment says
 """
@@ -24,6 +25,8 @@ from penstock.training.measurement.clock_offsets import offsets
 
 RANK = int(os.environ.get("RANK", "0"))
 FORWARD, BACKWARD = 0.004, 0.008
+WIDE = 512
+WITH_REPLICAS = {"1f1b": {"clip": 1.0}, "zb-h1": {}, "interleaved": {"chunks": 2}}
 SCHEDULES = {"gpipe": {}, "1f1b": {"clip": 1.0}, "zb-h1": {}, "interleaved": {"chunks": 2, "clip": 1.0}}
 
 
@@ -40,9 +43,9 @@ class Nap(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    def __init__(self):
+    def __init__(self, width=16):
         super().__init__()
-        self.linear = nn.Linear(16, 16)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, x):
         return Nap.apply(self.linear(x))
@@ -67,6 +70,35 @@ def timelines():
             "predicted": measured.predicted().to_json(),
             "last": pipe.timeline().to_json(),
         }
+    return found
+
+
+def replicas():
+    """Stages of two replicas and one; the bytes that each rank has received in its reductions, by step."""
+    torch.manual_seed(0)
+    x, found = torch.randn(16, WIDE), {}
+    for name, asked in WITH_REPLICAS.items():
+        layers = 2 * asked.get("chunks", 1)
+        model = nn.Sequential(*(Sleeper(WIDE) for _ in range(layers)))
+        how = {"stages": 2, "replicas": [2, 1], "schedule": name, "microbatches": 4, **asked}
+        pipe = Pipeline(model, example=x[:4], loss=nn.functional.mse_loss, optimizer=sgd, verify=False, **how)
+        reducers = {id(reducer): reducer for reducer in pipe.flush.sums.reducers.values()}.values()
+        received = []
+        for _ in range(6):
+            before = sum(reducer.traffic.shared + reducer.traffic.network for reducer in reducers)
+            pipe.step(x, x)
+            received.append(sum(reducer.traffic.shared + reducer.traffic.network for reducer in reducers) - before)
+        measured = pipe.measured()
+        parts = {part: values.tolist() for part, values in vars(measured.footprint).items()}
+        found[name] = {
+            "measured": [measured.timeline(step).to_json() for step in range(6)],
+            "predicted": measured.predicted().to_json(),
+            "reduce": measured.predicted().costs.reduce.tolist(),
+            "footprint": parts,
+            "received": received,
+            "gradients": [sum(p.numel() * 4 for p in pipe.split.used(at)) for at in range(pipe.split.pieces)],
+        }
+        pipe.close()
     return found
 
 
@@ -97,7 +129,7 @@ def shifted():
 
 def main(what, out, *arguments):
     torch.set_num_threads(1)
-    found = {"timelines": timelines, "memory": memory, "offsets": shifted}[what](*arguments)
+    found = {"timelines": timelines, "replicas": replicas, "memory": memory, "offsets": shifted}[what](*arguments)
     Path(f"{out}.{RANK}").write_text(json.dumps(found))
 
 

@@ -15,11 +15,11 @@ from penstock.models.gpt import GPT
 VOCAB, LENGTH = 31, 8
 
 
-def gpt(stages: int, dropout: float = 0.1, **more: Any) -> Pipeline:
+def gpt(stages: int, dropout: float = 0.1, double: bool = False, **more: Any) -> Pipeline:
     torch.manual_seed(5)
     model = GPT(vocab=VOCAB, width=16, heads=2, layers=4, length=LENGTH, dropout=dropout)
     return Pipeline(
-        model,
+        model.double() if double else model,
         example=batch(0)[0][:2],
         stages=stages,
         **{
@@ -34,11 +34,12 @@ def gpt(stages: int, dropout: float = 0.1, **more: Any) -> Pipeline:
     )
 
 
-def conv(stages: int, **more: Any) -> Pipeline:
+def conv(stages: int, double: bool = False, **more: Any) -> Pipeline:
     torch.manual_seed(6)
+    model, example = plain.conv_net(), pictures(0)[0][:2]
     return Pipeline(
-        plain.conv_net(),
-        example=pictures(0)[0][:2],
+        model.double() if double else model,
+        example=example.double() if double else example,
         stages=stages,
         **{"optimizer": momentum, "microbatches": 4, "loss": nn.functional.cross_entropy, "verify": False, **more},
     )
@@ -76,7 +77,13 @@ def pictures(number: int) -> tuple[Tensor, Tensor]:
 
 def steps(pipe: Pipeline, count: int, given: Any = batch) -> list[float]:
     """The losses of the next batches."""
-    return [pipe.step(*given(pipe.index)).loss for _ in range(count)]
+    return [pipe.step(*typed(pipe, given(pipe.index))).loss for _ in range(count)]
+
+
+def typed(pipe: Pipeline, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A batch whose numbers are of the model's type."""
+    inputs, target = given
+    return inputs.to(next(pipe.model.parameters()).dtype) if inputs.is_floating_point() else inputs, target
 
 
 def state(pipe: Pipeline) -> dict[str, Any]:

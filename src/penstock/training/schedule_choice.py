@@ -15,6 +15,7 @@ from penstock.errors import InputError
 from penstock.schedules.registry import find
 from penstock.schedules.registry import loop as build_loop
 from penstock.schedules.registry import schedule as build_schedule
+from penstock.training.option_checks import check_schedule
 from penstock.training.options import PipelineOptions
 from penstock.training.plan_options import ITS_OWN, Planned, read_plan, require_alone
 from penstock.training.staleness import without_mitigation
@@ -60,6 +61,7 @@ def read_choice(options: PipelineOptions, others: dict[str, Any]) -> ScheduleCho
         require_alone({name: getattr(options, name) for name in ITS_OWN})
         planned = read_plan(options.plan)
         plan = planned.plan
+        check_schedule(plan.schedule)
         own = planned.options(method_options)
         return ScheduleChoice(plan.schedule, plan.ranks, plan.microbatches, plan.chunks, own, planned, plan.replicas)
     schedule = "1f1b" if options.schedule is None else options.schedule

@@ -170,6 +170,24 @@ def test_a_model_that_a_method_cannot_train_does_not_stop_the_others(small, monk
     assert rows["1f1b"].cause.failed
 
 
+@pytest.mark.parametrize(("stages", "replicas"), [(2, [3, 1]), (2, [1, 2]), (1, [4])])
+def test_replicas_are_simulated_and_counted_each(small, stages, replicas):
+    """Each has all weights of its stage, and its share of a micro-batch's seconds and activations."""
+    changes = [("stages = 4", f"stages = {stages}"), ("steps = 12", "steps = 6")]
+    whole = by_name(compare(Request(small(*changes)), CompareOptions(["1f1b"], inline=True)))["1f1b"]
+    divided = small(changes[0], ("microbatches", f"replicas = {replicas}\nmicrobatches"), changes[1])
+    found = compare(Request(divided), CompareOptions(["plain", "1f1b", "pipedream"], inline=True))
+    rows = by_name(found)
+    assert f"of {':'.join(map(str, replicas))} replicas, mini-batches of 8" in found.title
+    assert found.to_json()["replicas"] == replicas
+    assert rows["1f1b"].losses == pytest.approx(rows["plain"].losses, rel=1e-5) == whole.losses
+    for kind in ("weights", "gradients", "optimizer"):
+        assert rows["1f1b"].memory[kind] <= whole.memory[kind]
+    if stages == 1:
+        assert rows["1f1b"].memory["activations"] == pytest.approx(whole.memory["activations"] / 4)
+    assert "a synchronous schedule for stages with replicas" in rows["pipedream"].note
+
+
 def test_the_configs_own_schedule_is_compared_with_its_options(small):
     file = small(("stages = 4", 'stages = 2\nschedule = "zb-h1"'))
     setup = Setup(Request(file), read_config(file))

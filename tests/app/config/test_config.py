@@ -11,6 +11,7 @@ from penstock.app.config.file import read_config
 from penstock.app.config.schema import GivenModel, GPTModel
 from penstock.errors import FormatError, InputError
 
+REPLICAS = "a whole number of at least 1, or a list of one for each rank"
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GOOD = """
 [model]
@@ -80,6 +81,15 @@ def test_a_factory_stands_in_for_a_kind(tmp_path):
     assert isinstance(found.model, GivenModel)
     assert found.model.factory == "mine.models:make"
     assert found.data.arguments == {"rows": 4}
+
+
+@pytest.mark.parametrize(
+    ("said", "counts"),
+    [("", [1, 1]), ("replicas = 1", [1, 1]), ("replicas = 3", [3, 3]), ("replicas = [2, 1]", [2, 1])],
+)
+def test_replicas_of_all_ranks_or_of_each(tmp_path, said, counts):
+    section = config(tmp_path, GOOD.replace("stages = 2", f"stages = 2\n{said}")).pipeline
+    assert (section.counts, section.workers) == (counts, sum(counts))
 
 
 def test_an_asynchronous_schedule_with_its_options(tmp_path):
@@ -222,6 +232,30 @@ def test_everything_wrong_is_said_at_once(tmp_path):
         ("stages = 2", "stages = 2\nseed = -1", "pipeline.seed", "a whole number of at least 0, but got -1"),
         ("stages = 2", "stages = 2\nclip = inf", "pipeline.clip", "a number above 0, but got inf"),
         ("stages = 2", 'stages = "2"', "pipeline.stages", 'a whole number of at least 1, but got "2"'),
+        ("stages = 2", "stages = 2\nreplicas = 0", "pipeline.replicas", f"{REPLICAS}, but got 0"),
+        ("stages = 2", "stages = 2\nreplicas = true", "pipeline.replicas", f"{REPLICAS}, but got true"),
+        ("stages = 2", "stages = 2\nreplicas = '2:1'", "pipeline.replicas", f'{REPLICAS}, but got "2:1"'),
+        ("stages = 2", "stages = 2\nreplicas = []", "pipeline.replicas", f"{REPLICAS}, but got []"),
+        ("stages = 2", "stages = 2\nreplicas = [2, 1.5]", "pipeline.replicas", f"{REPLICAS}, but got [2, 1.5]"),
+        (
+            "stages = 2",
+            "stages = 2\nreplicas = [2, 1, 1]",
+            "pipeline.replicas",
+            "a positive replica count for each of 2 ranks, but got [2, 1, 1]",
+        ),
+        (
+            "stages = 2",
+            "stages = 2\nreplicas = 9",
+            "training.batch",
+            "at least 9 rows, one for each replica, but got 8",
+        ),
+        (
+            "stages = 2",
+            "stages = 2\nreplicas = 2\nschedule = 'pipedream'",
+            "pipeline.replicas",
+            "a synchronous schedule for stages with replicas",
+        ),
+        ("stages = 2", "stages = 2\nreplicas = [2, 1]\nchunks = 3", "pipeline", r"exactly 1 chunk(s) a rank for 1f1b"),
         ("lr = 1e-3", "lr = nan", "optimizer.lr", "finite numbers, but got nan"),
         ("betas = [0.9, 0.95]", "betas = [0.9, nan]", "optimizer.betas", "finite numbers, but got [0.9, nan]"),
         ("lr = 1e-3", "weight_decay = -inf", "optimizer.weight_decay", "finite numbers, but got -inf"),

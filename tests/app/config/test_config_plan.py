@@ -74,6 +74,15 @@ def test_it_trains_by_the_plan(tmp_path):
     assert run(by_hand).losses == losses
 
 
+def test_it_trains_by_a_plan_with_replicas(tmp_path):
+    task = Request(written(tmp_path, 'plan = "PLAN"', {"plan": made(replicas=2).to_json()})).task()
+    section = task.config.pipeline
+    assert (section.stages, section.replicas, section.counts, section.workers) == (2, [2, 1], [2, 1], 3)
+    losses = run(task).losses
+    by_hand = Request(written(tmp_path, 'stages = 2\nreplicas = [2, 1]\ncuts = ["2"]\nmicrobatches = 2', {})).task()
+    assert run(by_hand).losses == losses
+
+
 @pytest.mark.parametrize(("schedule", "warned"), [("1f1b", 0), ("2bw", 1)])
 def test_training_by_an_asynchronous_plan_says_so(tmp_path, capsys, schedule, warned):
     """The config alone does not show it."""
@@ -91,7 +100,8 @@ def test_remedies_come_beside_a_plan(tmp_path):
 
 @pytest.mark.parametrize(
     ("beside", "shown"),
-    [("stages = 2", "2"), ('cuts = ["2"]', "['2']"), ("chunks = 1", "1"), ('schedule = "1f1b"', '"1f1b"'),
+    [("stages = 2", "2"), ("replicas = 1", "1"),
+     ('cuts = ["2"]', "['2']"), ("chunks = 1", "1"), ('schedule = "1f1b"', '"1f1b"'),
      ("microbatches = 2", "2")],
 )  # fmt: skip
 def test_a_plan_stands_alone(tmp_path, beside, shown):
@@ -119,14 +129,16 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
         ('plan = "none.json"', {}, "pipeline.plan (none.json): expected a readable plan, but got No such file"),
         ("stages = 2\nplan = 3", {}, "pipeline.plan: expected a path, but got 3"),
         ('stages = 2\nplan = ""', {}, 'pipeline.plan: expected a path, but got ""'),
-        ('plan = "PLAN"', made(replicas=2).to_json(), "pipeline.plan (/plan.json): expected a plan with one replica a"),
+        ('plan = "PLAN"', made(schedule="pipedream", replicas=2).to_json(),
+         "pipeline.plan (/plan.json): expected one replica a stage in an asynchronous plan"),
         ('plan = "PLAN"', made(schedule="1f2b").to_json(), "pipeline.schedule: expected the name of a method"),
         ('plan = "PLAN"\noptions = {policy = "pa"}', made().to_json(), "expected no options of the schedule beside"),
         ('plan = "PLAN"\noptions = {t1 = 3}', made().to_json(), "pipeline.options.t1: expected an asynchronous"),
         ('plan = "PLAN"\noptions = 3', made().to_json(), "pipeline.options: expected a table"),
         ('plan = "PLAN"', made(parts=9).to_json(), "training.batch: expected at least 9 rows"),
+        ('plan = "PLAN"', made(replicas=9).to_json(), "training.batch: expected at least 9 rows, one for each replica"),
     ],
-)
+)  # fmt: skip
 def test_one_fault_is_one_message(tmp_path, pipeline, plan, said):
     found = refused(tmp_path, pipeline, plan)
     assert said in found

@@ -4,6 +4,7 @@ plain training. What no plan is, and what cannot be run, gets one message."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from random import Random
 
@@ -116,6 +117,27 @@ def test_three_chunks_a_rank_and_options_of_the_schedule():
     compare("gpt", make("dapple", [5, layers - 5], placement=(0, 1), policy="pb"))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved"])
+def test_a_plan_with_replicas_trains_as_plain_training_does(schedule):
+    """Its slots in another order than its devices, some of which it leaves out."""
+    layers = len(names_of(plain.case("gpt", rows=12)))
+    sizes = [3, layers - 3] if schedule != "interleaved" else [1, 3, 2, layers - 6]
+    plan = replace(make(schedule, sizes, recompute={1}), devices=(((5,), (0,)), ((3,),)))
+    pipe = compare("gpt", plan)
+    assert pipe.schedule.shape.replicas == (2, 1)
+    assert len(pipe.stages) == (3 if schedule != "interleaved" else 6)
+
+
+@pytest.mark.parametrize("method", ["dapple", "search"])
+def test_what_planners_make_with_replicas_trains_as_plain_training_does(method):
+    case = plain.case("gpt", rows=12)
+    cluster = Cluster.uniform((Level("link", 2, 100.0), Level("network", 2, 50.0)))
+    found = find_plan(profile_of(case), cluster, method=method, batch=12)
+    assert max(found.plan.replicas) > 1
+    assert as_json(found)["trainable"]
+    assert compare("gpt", as_json(found)).schedule.shape.replicas == found.plan.replicas
+
+
 def profile_of(case: plain.Case, seed: int = 0) -> Profile:
     dice = Random(seed)
     return Profile(
@@ -169,7 +191,7 @@ def refusal(plan: object, **how) -> str:
 )
 def test_a_plan_stands_alone(beside):
     assert refusal(make("1f1b", [8, 8]), **beside) == (
-        "expected plan= alone, which says stages, cuts, chunks, schedule, microbatches, "
+        "expected plan= alone, which says stages, cuts, chunks, replicas, schedule, microbatches, "
         f"but got {next(iter(beside))} too; leave out either"
     )
 
@@ -206,10 +228,10 @@ def test_a_plan_of_another_model_with_as_many_layers():
 
 def test_what_cannot_be_run_yet():
     stages = (StagePlan(0, 3), StagePlan(4, 15))
-    twice = Plan(stages, (0, 1), (((0,), (1,)), ((2,),)), "1f1b", 4)
+    twice = Plan(stages, (0, 1), (((0,), (1,)), ((2,),)), "pipedream", 4)
     assert refusal(twice) == (
-        "expected a plan with one replica a stage, which is all that can be run so far, but got 2; "
-        "plan again by `penstock plan --replicas 1`, or with replicas=1 in penstock.plan()"
+        "expected one replica a stage in an asynchronous plan, which is all that can be run so far, but got 2; "
+        "plan again by `penstock plan --replicas 1`, or by a method that flushes"
     )
     wide = Plan(stages, (0, 1), (((0, 1),), ((2, 3),)), "1f1b", 4)
     assert "a plan with one device in each tensor group, which is all that can be run so far, but got 2" in refusal(

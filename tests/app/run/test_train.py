@@ -136,6 +136,18 @@ def test_traffic_is_what_crosses_the_cut():
     assert traffic(one, 16) == 0
 
 
+def test_traffic_of_replicas_is_what_crosses_the_cut_and_their_sums():
+    """Rows are divided, so no more of them cross; a tied weight goes to each replica, its gradient back to each; of n
+    replicas all but one send every gradient and get its sum."""
+    pipe = task(pipeline={"stages": 2, "replicas": [3, 1], "microbatches": 4}).pipeline()
+    activations = 16 * 12 * 16 * 4
+    vocab = pipe.model.tokens.weight.numel() * 4
+    weights = sum(parameter.numel() * 4 for parameter in pipe.split.used(0))
+    assert traffic(pipe, 16) == 2 * activations + (3 + 1) * vocab + 2 * 2 * weights
+    alone = task(pipeline={"stages": 1, "replicas": 2, "microbatches": 4}).pipeline()
+    assert traffic(alone, 16) == 2 * sum(parameter.numel() * 4 for parameter in alone.model.parameters())
+
+
 def test_the_plain_loop_is_plain_training():
     given = own(double=True)
     plain, model = PlainTraining(given), given.model()
@@ -291,6 +303,9 @@ def test_one_plain_process_is_timed_beside_the_run(tmp_path, capsys):
         {"stages": 2, "schedule": "zb-v", "clip": 0.1},
         {"stages": 2, "schedule": "interleaved", "chunks": 2},
         {"stages": 1},
+        {"stages": 2, "replicas": [1, 3]},
+        {"stages": 2, "replicas": 2, "schedule": "zb-v", "clip": 0.1},
+        {"stages": 1, "replicas": 4},
     ],
     ids=str,
 )

@@ -51,7 +51,7 @@ def compare(request: Request, options: CompareOptions, out: TextIO | None = None
         setup.usual() if options.methods is None else options.methods, setup.steps, options.t1, options.t3
     )
     setup.prepare(methods)
-    workers = section.stages if _on_workers(section.stages, options.inline) else 0
+    workers = section.workers if _on_workers(section.workers, options.inline) else 0
     with progress_of_many(len(methods), setup.steps, out) as show:
         runs = [_run(setup, method, at, show) for at, method in enumerate(methods)]
         able = [run for run in runs if run.cause is None]
@@ -61,11 +61,12 @@ def compare(request: Request, options: CompareOptions, out: TextIO | None = None
             for run in able:
                 run_inline(run)
     rows = [_row(setup, run, runs) for run in runs]
-    return Comparison(rows, *_clock(workers), section.stages, section.microbatches, batch_rows(task), setup.steps)
+    counts = (section.stages, section.microbatches, batch_rows(task), setup.steps)
+    return Comparison(rows, *_clock(workers), *counts, replicas=section.counts)
 
 
-def _on_workers(stages: int, inline: bool) -> bool:
-    return not inline and 2 <= stages <= cores()
+def _on_workers(workers: int, inline: bool) -> bool:
+    return not inline and 2 <= workers <= cores()
 
 
 def _clock(workers: int) -> tuple[str, str]:
@@ -75,8 +76,8 @@ def _clock(workers: int) -> tuple[str, str]:
         short = f"measured on {workers} workers"
         return short, f"times {short}, the plain process's on one; threads of each: {threads}"
     return "simulated", (
-        "times simulated from stage times measured inline, transfers taking none; the plain process's measured; "
-        f"threads: {torch.get_num_threads()}"
+        "times simulated from stage times measured inline, transfers and reductions taking none; the plain process's "
+        f"measured; threads: {torch.get_num_threads()}"
     )
 
 

@@ -94,12 +94,12 @@ def peak_rank_memory(
     memory = MemoryUse.predicted(schedule, costs)
     versions = np.zeros(shape.ranks)
     np.add.at(versions, shape.stage_rank, [stages[at]["versions"] for at in range(shape.stages)])
-    by_rank = {
+    by_slot = {
         "weights": memory.standing[MemoryKind.WEIGHTS],
-        "versions": versions,
+        "versions": versions[shape.slot_rank],
         "gradients": memory.peak(schedule, (MemoryKind.GRADIENTS,)),
         "optimizer": memory.standing[MemoryKind.OPTIMIZER],
         "activations": memory.peak(schedule, ACTIVATION_KINDS),
     }
-    most = int(np.argmax(sum(by_rank.values(), np.zeros(shape.ranks))))
-    return {kind: float(by_rank[kind][most]) for kind in KINDS}
+    most = int(np.argmax(sum(by_slot.values(), np.zeros(shape.slots))))
+    return {kind: float(by_slot[kind][most]) for kind in KINDS}

@@ -113,10 +113,13 @@ class Comparison:
     microbatches: int
     batch: int  # samples of a mini-batch
     steps: int
+    replicas: list[int] = field(default_factory=list)  # of every rank
 
     @property
     def title(self) -> str:
         count = "one stage" if self.stages == 1 else f"{self.stages} stages"
+        if max(self.replicas, default=1) > 1:
+            count += f" of {':'.join(map(str, self.replicas))} replicas"
         parts = f"{count}, mini-batches of {self.batch} in {plural(self.microbatches, 'micro-batch')}"
         return f"{parts}, {self.steps * self.batch:,} samples"
 
@@ -176,7 +179,10 @@ class Comparison:
         return table_page(self.title, self.captions(), HEADS, [self.cells(row) for row in self.rows], [self.svg()])
 
     def to_json(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in ("clock", "how", "stages", "microbatches", "batch", "steps")}
+        plain = {
+            name: getattr(self, name)
+            for name in ("clock", "how", "stages", "replicas", "microbatches", "batch", "steps")
+        }
         return plain | {"samples": self.steps * self.batch, "methods": [self._json(row) for row in self.rows]}
 
     def _json(self, row: Row) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from penstock.training.schedule_choice import ScheduleChoice, read_schedule
 STRAIGHT = "1f1b"  # its stages are those of all methods without chunks and split backward
 ALIKE = ("naive", "gpipe", STRAIGHT, "dapple")
 ONE_STAGE: dict[str, Any] = {"pipeline.stages": 1, "pipeline.cuts": None}
+WHOLE: dict[str, Any] = {"pipeline.replicas": 1}  # micro-batches that no replicas divide
 
 
 def require_rate(where: str, task: Task) -> None:
@@ -96,8 +97,8 @@ class Setup:
         section = task.config.pipeline
         if method.schedule is None:
             return read_schedule(ScheduleChoice(STRAIGHT, 1, section.microbatches), None)
-        choice = ScheduleChoice(section.schedule, section.stages, section.microbatches, section.chunks, section.options)
-        return read_schedule(choice, section.cuts)
+        named = (section.schedule, section.stages, section.microbatches, section.chunks, section.options)
+        return read_schedule(ScheduleChoice(*named, replicas=section.replicas), section.cuts)
 
     def stages_of(self, method: Method) -> str:
         """Return the name of the schedule whose stages a method has: its own, or the straight pipeline."""
@@ -108,10 +109,11 @@ class Setup:
     def _sample(self, method: Method, name: str) -> Request:
         """Return the request for a synchronous training with the method's stages."""
         if name == method.schedule:
-            return self.request(method)
+            own = self.request(method)
+            return Request(own.config, own.changes | WHOLE)
         changes: dict[str, Any] = {"pipeline.schedule": STRAIGHT, "pipeline.options": {}, "pipeline.chunks": None}
         one = ONE_STAGE if method.schedule is None else {}
-        return Request(self.base.config, self.base.changes | changes | one)
+        return Request(self.base.config, self.base.changes | changes | WHOLE | one)
 
     def _nesterov_section(self) -> dict[str, Any]:
         """Return an optimizer section for NAdam with the learning rate and weight decay of the config's optimizer."""

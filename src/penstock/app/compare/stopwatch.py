@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 
 from penstock.core.action import Op
-from penstock.core.cost import Costs, Footprint
+from penstock.core.cost import Costs, Footprint, shares
 from penstock.core.links import FloatArray, pair_links
 from penstock.core.lowered_loop import ActionRow
 from penstock.core.shape import Law, Shape
@@ -63,12 +63,13 @@ def measured_costs(
     shape: Shape, own: Stopwatch, alike: Sequence[Stopwatch], footprint: Footprint, recompute: bool
 ) -> Costs:
     """Return the costs of a run timed by `own`. `alike` are the stopwatches of all runs with the same stages, its own
-    included.
+    included. A replica's rows take its share of a micro-batch's seconds.
 
     The update of a synchronous run is the median over the runs without versions, which are those without `overhead`.
     """
+    every = 1.0 / shares(shape)
     forward, whole, split, late = (
-        _medians(shape, [watch.own for watch in alike], op) for op in (Op.F, Op.B, Op.I, Op.W)
+        every * _medians(shape, [watch.own for watch in alike], op) for op in (Op.F, Op.B, Op.I, Op.W)
     )
     flushed = [watch for watch in alike if not watch.overhead] if shape.law is Law.SYNC else [own]
     again = np.full(shape.stages, recompute)

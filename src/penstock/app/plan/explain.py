@@ -10,6 +10,7 @@ from penstock.core.plan import Plan
 from penstock.planners.outcome import PlanOutcome, Runner, Searched
 from penstock.planners.prediction import Prediction
 from penstock.simulator.breakdown import breakdown
+from penstock.training.runnable_plans import refusal
 
 MOST = 6  # runners-up that are explained
 LARGE = 4096  # slots x micro-batches above which only the time is given
@@ -143,10 +144,8 @@ def too_few_rows(prediction: Prediction) -> str | None:
 
 def untrainable(prediction: Prediction) -> str | None:
     """Return why training does not support the plan yet; None if it does."""
-    most = max(prediction.plan.replicas)
-    if most == 1:
-        return None
-    return f"a stage has {most} replicas, and training knows one so far; search with --replicas 1 plans so"
+    error = refusal(prediction.plan)
+    return None if error is None else str(error)
 
 
 def traffic(prediction: Prediction) -> list[Traffic]:

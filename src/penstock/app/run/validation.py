@@ -9,6 +9,7 @@ from penstock.app.config.task import Task
 from penstock.app.run.outcome import Validation
 from penstock.errors import FormatError
 from penstock.training.pipeline import Pipeline
+from penstock.training.sharded_state import Shard
 
 OPENING = "\n"  # the first token of a sample's prompt, where the text has it
 TEMPERATURE = 0.7  # scores are divided by it, so that likely tokens are drawn more often
@@ -54,10 +55,11 @@ def sample(pipe: Pipeline, task: Task) -> str | None:
 
 
 def traffic(pipe: Pipeline, rows: int) -> int:
-    """Return the bytes of a batch of `rows` rows: activations, their gradients, and gradients and weights of tied
-    parameters.
+    """Return the bytes of a batch of `rows` rows: activations, their gradients, gradients and weights of tied
+    parameters, and the sums of gradients over replicas.
 
-    The example's micro-batch is measured and scaled to the rows of the batch.
+    The example's micro-batch is measured and scaled to the rows of the batch. Replicas divide it, but a value that has
+    no rows goes to each.
     """
     split, home = pipe.split, pipe.schedule.shape.stage_rank
     path = split.first
@@ -66,17 +68,36 @@ def traffic(pipe: Pipeline, rows: int) -> int:
         for value, source in incoming.items():
             if home[stage] != home[source]:
                 info = path.trace.values[value]
-                crossing += info.bytes * (2 if info.grad else 1)
+                copies = pipe.ranks.replicas[stage] if _without_rows(pipe, info.key) else 1
+                crossing += info.bytes * copies * (2 if info.grad else 1)
     example = max(1, rows // pipe.microbatches)
-    return int(crossing * rows / example) + _tied(pipe)
+    return int(crossing * rows / example) + _tied(pipe) + _summed(pipe)
+
+
+def _without_rows(pipe: Pipeline, key: int) -> bool:
+    """Return whether a value has been found to be the same for all rows."""
+    dimensions = {} if pipe.context.rows is None else pipe.context.rows.dimensions.known
+    return key in dimensions and dimensions[key].dimension is None
 
 
 def _tied(pipe: Pipeline) -> int:
-    """Return the bytes of tied weights: a gradient to the owner and a weight back, for every other rank that uses
-    one."""
-    split, home = pipe.split, pipe.schedule.shape.stage_rank
+    """Return the bytes of tied weights, for every other rank that uses one: a gradient to each replica of the owner,
+    and a weight back to each of the user."""
+    split, shape = pipe.split, pipe.schedule.shape
     named, total = dict(split.model.named_parameters()), 0
     for name, owner in split.owner.items():
-        users = {int(home[stage]) for stage in range(split.pieces) if name in split.uses(stage)} - {int(home[owner])}
-        total += 2 * len(users) * named[name].numel() * named[name].element_size()
+        home = shape.placement[owner]
+        users = {shape.placement[stage] for stage in range(split.pieces) if name in split.uses(stage)} - {home}
+        ways = sum(shape.replicas[home] + shape.replicas[user] for user in users)
+        total += ways * named[name].numel() * named[name].element_size()
+    return total
+
+
+def _summed(pipe: Pipeline) -> int:
+    """Return the bytes of the sums over replicas: of n, each but one sends every gradient once and gets it once. With
+    the optimizer's state divided, the weights go as far; with the gradients divided, in place of one of the two."""
+    ways, total = 3 if pipe.options.shard == Shard.OPTIMIZER else 2, 0
+    for stage, replicas in enumerate(pipe.ranks.replicas):
+        trained = [parameter for parameter in pipe.split.used(stage) if parameter.requires_grad]
+        total += ways * (replicas - 1) * sum(one.numel() * one.element_size() for one in trained)
     return total
