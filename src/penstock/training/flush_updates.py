@@ -84,11 +84,11 @@ class FlushUpdates:
         try:
             yield
             self.fresh = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-            if self.sums is not None:
-                self.fresh |= self.sums.finish({p for group in self.ties.groups for p in group.parameters})
-            for parameter, tied in self._tied().items():
+            groups = {p for group in self.ties.groups for p in group.parameters}
+            added = {} if self.sums is None else self.sums.finish(groups)
+            for parameter, total in (*added.items(), *self._tied().items()):
                 own = self.fresh.get(parameter)  # of a loss that reads the weight itself, to keep it small
-                self.fresh[parameter] = tied if own is None else tied + own
+                self.fresh[parameter] = total if own is None else total + own
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 _set_grad(parameter, gradient)
