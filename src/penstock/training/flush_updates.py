@@ -125,7 +125,12 @@ class FlushUpdates:
 
     def reduce(self, stage: Stage, version: int) -> None:
         """Begin to add the gradients of a stage's replicas."""
-        assert self.sums is not None
+        if self.sums is None:
+            raise InputError(
+                "no row that adds gradients where no stage is replicated",
+                f"the row {stage.index} REDUCE",
+                "leave it out",
+            )
         self.sums.start(stage)
 
     def update(self, stage: Stage, version: int) -> None:
