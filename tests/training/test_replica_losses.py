@@ -120,10 +120,12 @@ def descent(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "schedule"),
-    [([2], "1f1b"), ([2, 1], "1f1b"), ([1, 3], "zb-h1"), ([2, 2], "zb-v"), ([2, 1, 2], "gpipe")],
-)
-@pytest.mark.parametrize(("kind", "padded"), [("gpt2", False), ("gpt2", True), ("llama", False), ("llama", True)])
+    ("kind", "padded", "replicas", "schedule"),
+    [
+        ("gpt2", False, [2, 1], "1f1b"), ("gpt2", True, [1, 3], "zb-h1"), ("gpt2", True, [2, 1, 2], "gpipe"),
+        ("llama", True, [2, 1], "1f1b"), ("llama", False, [1, 3], "zb-h1"), ("llama", True, [2, 2], "zb-v"),
+    ],
+)  # fmt: skip
 def test_a_model_of_transformers_with_labels_inside(kind, padded, replicas, schedule):
     model = transformer(kind)
     torch.manual_seed(1)

@@ -35,12 +35,13 @@ def _gpt() -> tuple[plain.Case, Any]:
 def test_every_pattern_and_schedule_gives_the_numbers_of_one_process(replicas, method):
     given, whole = _gpt()
     parts = 2 * len(replicas)
-    agree(given, replicas, whole, schedule=method, microbatches=parts, **METHODS[method])
+    agree(given, replicas, whole, schedule=method, microbatches=parts, verify=False, **METHODS[method])
 
 
-@pytest.mark.parametrize("replicas", [[3, 2], [2, 1, 2]], ids=str)
-@pytest.mark.parametrize("recompute", ["except-last", "always"])
-@pytest.mark.parametrize("method", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("replicas", "recompute", "method"),
+    [([3, 2], "always", "1f1b"), ([2, 1, 2], "except-last", "1f1b"), ([1, 2], "always", "zb-h1")],
+)
 def test_recompute(replicas, recompute, method):
     agree(*_with(_gpt(), replicas), schedule=method, recompute=recompute)
 
@@ -49,18 +50,17 @@ def _with(known: tuple[plain.Case, Any], replicas: list[int]) -> tuple[plain.Cas
     return known[0], replicas, known[1]
 
 
-@pytest.mark.parametrize("replicas", [[2, 1], [1, 3], [2, 2]], ids=str)
-def test_offloaded_activations(replicas):
-    agree(*_with(_gpt(), replicas), offload=True)
+@pytest.mark.parametrize(("replicas", "offload"), [([2, 1], "activations"), ([1, 3], "weights"), ([2, 2], "all")])
+def test_offload(replicas, offload):
+    agree(*_with(_gpt(), replicas), offload=offload)
 
 
 def test_a_replica_without_rows_of_a_micro_batch():
     """A batch of three rows in four micro-batches: one has no row, the others have one, of which two replicas have
     none."""
     given = plain.case("mlp", rows=3)
-    for replicas in ([3], [3, 1], [1, 3], [2, 3], [3, 2], [3, 3]):
-        for method in ("1f1b", "zb-h1"):
-            agree(given, replicas, schedule=method)
+    for replicas, method in (([3], "zb-h1"), ([3, 1], "1f1b"), ([1, 3], "zb-h1"), ([2, 3], "1f1b"), ([3, 2], "zb-h1")):
+        agree(given, replicas, schedule=method)
 
 
 @pytest.mark.parametrize("replicas", [[2, 1], [2, 3]], ids=str)
@@ -328,3 +328,46 @@ def test_values_without_rows_and_dicts_of_inputs(replicas, method):
     )  # fmt: skip
     assert [step.loss for step in pipe.train(batches)] == pytest.approx(losses, rel=1e-12)
     assert plain.off(plain.weights(model), plain.weights(whole)) < replicated.EXACT
+
+
+@pytest.mark.parametrize("replicas", [[2], [2, 1], [1, 3]], ids=str)
+def test_a_loss_may_keep_weights_small_of_any_stage(replicas):
+    """Also those of stages with replicas, which the last stage alone reads in its loss."""
+    given = plain.case("gpt", rows=12)
+
+    def small(model: nn.Module) -> Any:
+        weights = list(model.parameters())
+        return lambda out, target: given.loss(out, target) + 0.1 * sum(w.square().sum() for w in weights)
+
+    model, whole = given.fresh(), given.fresh()
+    loss = plain.backward(whole, small(whole), *given.batches[0])
+    pipe = Pipeline(model, example=given.example, stages=len(replicas), replicas=replicas, loss=small(model))
+    assert pipe.step(*given.batches[0]).loss == pytest.approx(loss, rel=1e-12)
+    assert plain.off(plain.gradients(model), plain.gradients(whole)) < 1e-12
+
+
+def test_gradients_of_inputs_and_those_that_were_there_before():
+    given = plain.case("mlp", rows=12)
+    x, y = given.batches[0]
+    model, wanted = given.fresh(), x.clone().requires_grad_()
+    given.loss(model(wanted), y).backward()
+    plain.backward(model, given.loss, *given.batches[1])
+    for replicas in ([2], [2, 1], [1, 3]):
+        pipe, leaf = pipeline(given, replicas, optimizer=None), x.clone().requires_grad_()
+        pipe.step(leaf, y)
+        pipe.step(*given.batches[1])
+        assert torch.allclose(leaf.grad, wanted.grad, rtol=1e-12)
+        assert plain.off(plain.gradients(pipe.model), plain.gradients(model)) < 1e-12
+
+
+def test_stage_modules_of_the_users_own():
+    given = plain.case("mlp", rows=12)
+    wanted = plain.trained(given)[1]
+    for replicas, method in (([2, 1], "1f1b"), ([1, 3], "zb-h1")):
+        model = given.fresh()
+        pipe = Pipeline(
+            [model[:8], model[8:]], example=given.example, replicas=replicas, schedule=method, loss=given.loss,
+            optimizer=plain.adamw,
+        )  # fmt: skip
+        list(pipe.train(given.batches))
+        assert plain.off(plain.weights(model), plain.weights(wanted)) < 1e-10

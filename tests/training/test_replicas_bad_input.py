@@ -167,6 +167,31 @@ def test_values_without_rows_that_depend_on_all_rows_between_unequal_replicas(ho
     pipeline(given, [2, 2], cuts=["middle"], verify=False)  # each micro-batch's part is then a batch of its own
 
 
+class Marked(nn.Module):
+    """Tokens, and their mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.middle, self.last = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        mean = x.mean(0)
+        return self.last(self.middle(x) - mean)
+
+
+@pytest.mark.parametrize("example", [torch.zeros(2, 5), torch.zeros(1, 5), torch.arange(5)[None]])
+def test_a_mean_over_rows_that_are_alike_in_the_example(example):
+    with pytest.raises(SplitError, match="that depends on all rows together"):
+        Pipeline(Marked(), example=example.long(), stages=2, replicas=[2, 1], cuts=["middle"], verify=False)
+
+
+@pytest.mark.parametrize("example", [torch.zeros(1, 6), torch.ones(3, 6)])
+def test_a_mean_over_numbers_that_are_alike_in_the_example(example):
+    with pytest.raises(SplitError, match="that depends on all rows together"):
+        Pipeline(Centred("mean"), example=example, stages=2, replicas=[2, 1], cuts=["middle"], verify=False)
+
+
 def test_rows_in_another_order_between_unequal_replicas():
     given = plain.Case(Centred("turned round").to(F64), F.mse_loss, plain.case("mlp").batches)
     with pytest.raises(SplitError, match=r"'middle'.*not one row after the other; give both stages the same number"):

@@ -2,7 +2,8 @@
 
 A value has its rows in one dimension, perhaps folded with another behind it, as in view(rows * length, -1); or it has
 nothing to do with rows, as a table of positions. Both are found by running the example and a part of it. Anything else,
-such as a mean over the rows, cannot be divided, and is refused where stages have unequal numbers of replicas.
+such as a mean over the rows, cannot be divided, and is refused where stages have unequal numbers of replicas; it is not
+noticed only where all tokens of the example are one and the same, and not 0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
 from penstock.model.passage import Passage
 from penstock.model.record import trace
-from penstock.model.seeding import random_states_kept
+from penstock.model.seeding import draws, random_states_kept
 from penstock.model.split import Split
 from penstock.model.stage import Job, Settings, Stage
 from penstock.model.untouched import untouched
@@ -59,12 +60,14 @@ class RowDimensions:
     """The row dimensions of a model's values, by the names that forwards of all sizes have in common."""
 
     known: Mapping[int, RowDimension] = field(default_factory=dict)
+    by_line: Mapping[str, RowDimension] = field(default_factory=dict)  # of values that one line makes, all alike
 
     def of(self, key: int, described: str) -> RowDimension:
-        """Return where the rows of a value lie."""
-        if key not in self.known:
+        """Return where the rows of a value lie; of one that comes by another path, where the same line made it."""
+        found = self.known.get(key) or self.by_line.get(described)
+        if found is None:
             raise _refusal(described, "that the example does not have")
-        return self.known[key]
+        return found
 
 
 def row_dimensions(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> RowDimensions:
@@ -75,7 +78,7 @@ def row_dimensions(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], 
     """
     call = _enough_rows((args, kwargs))
     seen = split.first.trace
-    known: dict[int, RowDimension] = {}
+    found: list[tuple[int, str, RowDimension]] = []
     with (
         random_states_kept(device),
         untouched(split.model, seen.generators, seen.written),
@@ -84,19 +87,22 @@ def row_dimensions(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], 
         if seen.draws:
             _require_draws_without_rows(split, call)
         split.model.eval()
-        with torch.no_grad():
-            compared = _compared(split, _varied(call), device)
+        compared = _compared_once(split, call, device)
         for training in (None, True, False):
             own_modes() if training is None else split.model.train(training)
             try:
                 with torch.enable_grad():
-                    known |= _by_shapes(split, call, device, compared)
+                    found += _by_shapes(split, call, device, compared)
             except SplitError:
                 raise
             except Exception:  # a model need not run in every mode
                 if training is None:
                     raise
-    return RowDimensions(known)
+    lines: dict[str, set[RowDimension]] = {}
+    for _, described, dimension in found:
+        lines.setdefault(described, set()).add(dimension)
+    by_line = {described: every.pop() for described, every in lines.items() if len(every) == 1}
+    return RowDimensions({key: dimension for key, _, dimension in found}, by_line)
 
 
 @contextmanager
@@ -112,6 +118,23 @@ def _modes_kept(model: nn.Module) -> Iterator[Callable[[], None]]:
         yield put_back
     finally:
         put_back()
+
+
+def _compared_once(split: Split, call: Call, device: torch.device) -> set[str]:
+    """Compare values for inputs that differ as much as the model allows."""
+    variations: list[Call] = [_varied(call), call]
+    if device.type == "cpu":  # elsewhere a number that an embedding does not have ends the process
+        variations.insert(0, _varied(call, bold=True))
+    for number, varied in enumerate(variations, 1):
+        try:
+            with torch.no_grad():
+                return _compared(split, varied, device)
+        except SplitError:
+            raise
+        except Exception:
+            if number == len(variations):
+                raise
+    raise AssertionError("no variation was tried")
 
 
 def _compared(split: Split, call: Call, device: torch.device) -> set[str]:
@@ -130,18 +153,25 @@ def _compared(split: Split, call: Call, device: torch.device) -> set[str]:
     return {described for _, described in whole[0].values()}
 
 
-def _by_shapes(split: Split, call: Call, device: torch.device, compared: set[str]) -> dict[int, RowDimension]:
-    """Return the dimensions of rows by what the values are called in the present mode."""
+def _by_shapes(
+    split: Split, call: Call, device: torch.device, compared: set[str]
+) -> list[tuple[int, str, RowDimension]]:
+    """Return the dimensions of rows, with what the values are called in the present mode and where they are made."""
+    before = draws()
     whole, some, rows, part = _of_two_sizes(split, call, device)
-    known = {}
+    drawn = not all(map(torch.equal, before, draws()))
+    found = []
     for key, (tensor, described) in whole[0].items():
         if key not in some[0]:
             raise _refusal(described, "that a part of the example does not have")
-        known[key] = _dimension(tensor, some[0][key][0], rows, part, described, described not in compared)
-    for key, shape in whole[1].items():
-        if key not in known and key in some[1]:
-            known[key] = _dimension_of_shape(shape, some[1][key], rows, part) or RowDimension(None)
-    return known
+        other = some[0][key][0]
+        alike = described in compared or (drawn and tensor.shape != other.shape)  # else random numbers differ
+        found.append((key, described, _dimension(tensor, other, rows, part, described, values=not alike)))
+    for key, (shape, described) in whole[1].items():
+        if key not in whole[0] and key in some[1]:
+            dimension = _dimension_of_shape(shape, some[1][key][0], rows, part) or RowDimension(None)
+            found.append((key, described, dimension))
+    return found
 
 
 def _of_two_sizes(split: Split, call: Call, device: torch.device) -> tuple[Found, Found, int, int]:
@@ -189,9 +219,10 @@ def _enough_rows(call: Call) -> Call:
     return args, kwargs
 
 
-def _varied(call: Call) -> Call:
+def _varied(call: Call, bold: bool = False) -> Call:
     """Make rows unlike each other, in numbers that a model takes where it takes the example's: else what is a mean over
-    rows would be that over half of them. Rows of an example are often zeros, or the same ones twice."""
+    rows would be that over half of them. Rows of an example are often zeros, or the same ones twice. `bold`: of
+    nothing but zeros all rows but the first become ones, which few models do not take."""
     draw = torch.Generator().manual_seed(0)
 
     def varied(leaf: Any) -> Any:
@@ -200,6 +231,10 @@ def _varied(call: Call) -> Call:
         if leaf.is_floating_point() or leaf.is_complex():
             factors = torch.rand(leaf.shape, generator=draw, device="cpu").to(leaf.device) / 2 + 0.5
             return (leaf * factors if bool(leaf.any()) else leaf + factors).to(leaf.dtype)
+        if bold and not bool(leaf.any()):
+            ones = leaf.clone()
+            ones[1:] = 1
+            return ones
         if leaf.dim() == 1:
             return leaf
         places = torch.arange(leaf.shape[-1], device=leaf.device)
@@ -210,7 +245,7 @@ def _varied(call: Call) -> Call:
     return args, kwargs
 
 
-Found = tuple[dict[int, tuple[torch.Tensor, str]], dict[int, tuple[int, ...]], str]
+Found = tuple[dict[int, tuple[torch.Tensor, str]], dict[int, tuple[tuple[int, ...], str]], str]
 
 
 def _values(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Found:
@@ -224,7 +259,12 @@ def _values(split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], device:
         stage = Stage(split, at, Settings(device), norms, buffers, [])
         outputs, _ = stage.forward(job, {value: values[value] for value in path.incoming[at]})
         values |= {value: tensor.detach().clone() for value, tensor in outputs.items()}
-    shapes = {names[value]: tuple(shape) for value, (shape, _) in job.passage.shapes.items()}
+    traced = path.trace.values
+    shapes = {
+        names[value]: (tuple(shape), path.describe(value))
+        for value, (shape, _) in job.passage.shapes.items()
+        if not traced[value].free
+    }
     plain = repr([tree.leaves(result) for _, result in sorted(job.passage.plain.items())])
     return {names[value]: (tensor, path.describe(value)) for value, tensor in values.items()}, shapes, plain
 

@@ -85,19 +85,23 @@ class FlushUpdates:
         try:
             yield
             self.fresh = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+            added: Gradients = {}
             if self.sums is not None:
-                self.fresh |= self.sums.finish()
+                added = self.sums.finish()
                 for stage, end in self.sums.ended.items():
                     for notify in self.observers.reduced:
                         notify(stage, end)
-            for parameter, tied in self._tied().items():
+            self.fresh, added, tied = map(self._divide, (self.fresh, added, self._tied()))
+            for parameter, total in (*added.items(), *tied.items()):
                 own = self.fresh.get(parameter)  # of a loss that reads the weight itself, to keep it small
-                self.fresh[parameter] = tied if own is None else tied + own
-            if self.sharded is not None:
-                self.fresh = self.sharded.sliced(self.fresh)
+                self.fresh[parameter] = total if own is None else total + own
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 _set_grad(parameter, gradient)
+
+    def _divide(self, gradients: Gradients) -> Gradients:
+        """Return this replica's rows of gradients that replicas divide between them."""
+        return gradients if self.sharded is None else self.sharded.sliced(gradients)
 
     def agree(self, loss: Total, step: int) -> Update:
         """Take in one step's gradients and, when enough have come, decide on the update. All ranks refuse what is not
@@ -131,7 +135,12 @@ class FlushUpdates:
 
     def reduce(self, stage: Stage, version: int) -> None:
         """Begin to add the gradients of a stage's replicas."""
-        assert self.sums is not None
+        if self.sums is None:
+            raise InputError(
+                "no row that adds gradients where no stage is replicated",
+                f"the row {stage.index} REDUCE",
+                "leave it out",
+            )
         self.sums.start(stage)
 
     def update(self, stage: Stage, version: int) -> None:

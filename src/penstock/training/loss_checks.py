@@ -52,15 +52,18 @@ class LossChecks:
                 return
             compared = LossComparison(loss, inputs, target, rows, *both(parts), whole[0]) if last else None
             hidden = compared.hidden() if compared is not None else None
+            cut = f"{pipe.microbatches} micro-batches"
+            if pipe.ranks.replicas[-1] > 1:
+                cut += f", each divided over {pipe.ranks.replicas[-1]} replicas of the last stage"
             if hidden is not None:
-                warn_hidden(*hidden, pipe.microbatches)
+                warn_hidden(*hidden, cut)
             mixes = hidden is None and not pipe.split.first.trace.draws  # else other draws make other results
             coupled = compared.coupled() if compared is not None and mixes else None
             if pipe.ranks.broadcast(coupled) is None:
                 return
             again = self._results(inputs, target, 1, 1)  # with other random numbers
             if again is not None and coupled is not None and _same(again[0], whole[0]):
-                warn_coupled(*coupled, pipe.microbatches)
+                warn_coupled(*coupled, cut)
 
     def every_batch(self, loss: LossFunction, inputs: Any, target: Any, flowing: bool = False) -> list[Uneven]:
         """Raise for a batch whose loss weighs micro-batches without returning the weight.

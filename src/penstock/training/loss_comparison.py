@@ -147,20 +147,20 @@ def _refuse_weights(at_once: list[torch.Tensor], by_parts: list[torch.Tensor]) -
     )
 
 
-def warn_hidden(whole: float, mean: float, parts: int) -> None:
+def warn_hidden(whole: float, mean: float, parts: str) -> None:
     warnings.warn(
         f"expected the whole batch's loss to be the mean over its rows, but got {whole:.6g} for the whole and "
-        f"{mean:.6g} over {parts} micro-batches; return (sum, weight) from the loss, so that all rows count right. One "
+        f"{mean:.6g} over {parts}; return (sum, weight) from the loss, so that all rows count right. One "
         "that is taken inside forward is taken outside for that, in loss=; one that compares rows with each other, as "
         "a contrastive loss does, sees those of one micro-batch alone: give microbatches=1",
         stacklevel=5,
     )
 
 
-def warn_coupled(whole: float, mean: float, parts: int) -> None:
+def warn_coupled(whole: float, mean: float, parts: str) -> None:
     warnings.warn(
         f"expected a model whose result for one row does not depend on the others, but got a loss of {whole:.6g} for "
-        f"the whole batch and {mean:.6g} over {parts} micro-batches; give inputs whose first dimension is the rows "
+        f"the whole batch and {mean:.6g} over {parts}; give inputs whose first dimension is the rows "
         "(batch_first=True, say), or know that layers which mix rows see one micro-batch at a time",
         stacklevel=5,
     )
