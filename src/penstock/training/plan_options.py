@@ -19,7 +19,6 @@ from penstock.core.shape import Shape
 from penstock.core.text_profile import NUMBER
 from penstock.errors import FormatError, InputError
 from penstock.planners.prediction import Prediction
-from penstock.schedules.registry import METHODS
 from penstock.training.staleness import NAMES as MITIGATIONS
 
 ITS_OWN = ("stages", "cuts", "chunks", "replicas", "schedule", "microbatches")  # what a plan says
@@ -34,11 +33,7 @@ class Planned:
     order: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        most, widest = max(self.plan.replicas), max(map(len, self.plan.slots))
-        if most > 1 and METHODS[self.plan.schedule].asynchronous:
-            do = "plan again by `penstock plan --replicas 1`, or by a method that flushes"
-            expected = "one replica a stage in an asynchronous plan, which is all that can be run so far"
-            raise InputError(expected, most, do)
+        widest = max(map(len, self.plan.slots))
         if widest > 1:
             expected = "a plan with one device in each tensor group, which is all that can be run so far"
             raise InputError(expected, widest, "plan again by penstock plan")
