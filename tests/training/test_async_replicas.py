@@ -15,9 +15,10 @@ import recursion_models
 from penstock import InputError
 from penstock.core.action import Op
 from penstock.core.lowered_loop import ActionRow
+from penstock.core.plan import Plan, StagePlan
 from penstock.engine.observer import Observer
 from recursion_models import Model
-from segments import ADAMW, MOMENTUM, SGD, WITHIN, Method, Recursion, Rule, off, pipeline, trained, weights
+from segments import ADAMW, MOMENTUM, SGD, WITHIN, Method, Recursion, Rule, off, optimizer, pipeline, trained, weights
 from turns import Turns, replica_of, version_of
 
 torch.set_num_threads(1)
@@ -293,3 +294,13 @@ def test_a_run_is_measured_row_by_row():
     assert timeline.schedule.shape.replicas == (2, 1)
     assert timeline.schedule.shape.batches == 7
     assert (timeline.end >= timeline.start).all()
+
+
+def test_a_plan_with_replicas_is_run_as_planned():
+    model = MODELS["chain"](2)
+    plan = Plan((StagePlan(0, 0), StagePlan(1, 1)), (0, 1), (((2,), (1,)), ((5,),)), "pipedream", 1)
+    pipe = penstock.Pipeline(
+        model.module, example=model.batches(1, 2)[0][0], plan=plan, loss=model.loss, verify=False,
+        optimizer=optimizer(MOMENTUM),
+    )  # fmt: skip
+    agree(pipe, Turns(model, [2, 1], MOMENTUM), model.batches(9, rows=2))

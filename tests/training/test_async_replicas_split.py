@@ -172,3 +172,25 @@ def test_a_switch_from_turns_to_split_and_to_synchronous_training():
     for batch in batches[6:]:
         assert pipe.step(*batch).loss == pytest.approx(reference.step(batch), abs=WITHIN)
     assert off(weights(pipe), reference.weights()) < WITHIN
+
+
+@pytest.mark.parametrize("replicas", [[2, 1], [1, 2], [1, 3]], ids=str)
+def test_a_loss_that_weighs_its_rows_and_does_not_say_so_is_refused(replicas):
+    """In mid-flight: labels to be ignored come first in the sixth mini-batch, in the part of the last replica."""
+    torch.manual_seed(0)
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        scored = target >= 0
+        every = (out.gather(-1, target.clamp(0)[..., None])[..., 0] - out.logsumexp(-1)) * scored
+        return -every.sum() / scored.sum()
+
+    batches = [(torch.randint(0, 7, (12, 3)), torch.randint(0, 7, (12, 3))) for _ in range(9)]
+    batches[5][1][9:, 1:] = -100
+    pipe = penstock.Pipeline(
+        Tokens().double(), example=batches[0][0], stages=2, cuts=["head"], schedule="2bw", microbatches=2,
+        replicas=replicas, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), loss=loss,
+    )  # fmt: skip
+    losses: list[float] = []
+    with pytest.raises(InputError, match=r"a loss that is a mean over rows, or \(sum, weight\)"):
+        losses += (step.loss for step in pipe.train(batches))
+    assert len(losses) < 6
