@@ -80,8 +80,14 @@ REFUSED = [
     ({"schedule": penstock.loop("pipedream", stages=4, microbatches=2)}, ["a schedule of 4 micro-batches", "got 2"]),
     ({"schedule": penstock.loop("pipedream", stages=4, microbatches=4), "stash": True},
      ["no options for a schedule that is made already", "got stash"]),
-    ({"schedule": penstock.loop("pipedream", stages=4, microbatches=4, replicas=(2, 1, 1, 1))},
-     ["a synchronous schedule for stages with replicas", "leave replicas out"]),
+    ({"schedule": "pipemare", "replicas": 2}, ["weights that are stashed where stages have replicas", "got pipemare",
+                                               "use pipedream or 2bw"]),
+    ({"schedule": "pipedream", "replicas": 2, "stash": False}, ["weights that are stashed", "got pipedream"]),
+    ({"schedule": "pipedream", "replicas": [2, 1, 1, 1], "predict": "xpipe"},
+     ["no mitigation of stale weights where stages have replicas and no flush", "xpipe", "give every stage one"]),
+    ({"schedule": "pipedream", "replicas": 2, "t3": 4}, ["no mitigation of stale weights", "t3=4"]),
+    ({"schedule": "pipedream", "replicas": 2, "precision": "fp16"}, ["no loss scale where", "fp16", "use bf16"]),
+    ({"schedule": "2bw", "replicas": 2, "clip": 1.0}, ["no norm over all stages where", "got clip=1.0", "leave it"]),
 ]  # fmt: skip
 
 

@@ -113,6 +113,26 @@ class LoweredLoop:
         repeated = max(0, -(-(microbatch - len(versions) + 1) // per_pass))
         return int(versions[microbatch - repeated * per_pass]) + repeated * step
 
+    def first_microbatch(self, stage: int, replica: int) -> int:
+        """Return the first micro-batch of a replica."""
+        return replica * self.shape.microbatches if self.shape.turns else 0
+
+    def next_microbatch(self, stage: int, microbatch: int) -> int:
+        """Return the micro-batch that a replica runs after one; in turns, whole mini-batches are left to others."""
+        after, per_batch = microbatch + 1, self.shape.microbatches
+        if self.shape.turns and after % per_batch == 0:
+            after += (int(self.shape.stage_replicas[stage]) - 1) * per_batch
+        return after
+
+    def mini_batches_of(self, stage: int, version: int) -> range:
+        """Return the mini-batches whose gradients make a version of a stage, in a run that goes on."""
+        width = int(self.shape.stage_replicas[stage]) if self.shape.turns else 1
+        return range((version - 1) * width, version * width)
+
+    def version_of(self, stage: int, mini_batch: int) -> int:
+        """Return the version that the gradients of a mini-batch go into."""
+        return mini_batch // (int(self.shape.stage_replicas[stage]) if self.shape.turns else 1) + 1
+
     def delay(self, stage: int, op: Op = Op.F) -> float:
         """Return the mean number of updates by which the version that a steady forward (or backward) names is older
         than the one that its gradient updates."""
@@ -123,10 +143,13 @@ class LoweredLoop:
     @cached_property
     def _named(self) -> list[IntArray]:
         """Versions that forwards name, by stage and micro-batch, in a run with at least two steady passes."""
-        rows = self.loop.unroll(self.fed(self.steady + 2)).rows
+        run = self.loop.unroll(self.fed(self.steady + 2))
+        rows, slots = run.rows, run.slot_of_rows()
         versions = []
         for stage in range(self.shape.stages):
             forward = np.isin(rows.op, (Op.F, Op.FB)) & (rows.stage == stage)
+            if not self.shape.turns:  # replicas that split micro-batches name the same
+                forward &= slots == self.shape.slot(stage)
             order = np.argsort(rows.microbatch[forward], kind="stable")
             versions.append(rows.version[forward][order])
         return versions
@@ -135,10 +158,11 @@ class LoweredLoop:
         """Return a slot's rows in a short run from compute action `first` up to, but not including, `last`."""
         full = self.schedule(batches)
         rows = full.rows.take(slice(int(full.starts[slot]), int(full.starts[slot + 1])))
-        begins = _begins(rows)
-        end = len(rows) if last is None or last >= len(begins) else int(begins[last])
-        begin = len(rows) if first >= len(begins) else int(begins[first])
-        return _listed(rows, begin, end, int(full.shape.slot_replica[slot]))
+        replica = int(full.shape.slot_replica[slot])
+        begins, tail = _begins(rows), _tail(rows, full.shape, replica)
+        begin = tail if first >= len(begins) else int(begins[first])
+        end = len(rows) if last is None else tail if last >= len(begins) else int(begins[last])
+        return _listed(rows, begin, end, replica)
 
     def _shifted(self, rows: list[ActionRow], passes: int) -> list[ActionRow]:
         if not passes:
@@ -163,6 +187,16 @@ def _later(row: ActionRow, numbers: int, versions: int) -> ActionRow:
     microbatch = row.microbatch + numbers if row.microbatch >= 0 else row.microbatch
     named = row.op <= Op.FB or row.op in (Op.REDUCE, Op.UPDATE)
     return row._replace(microbatch=microbatch, version=row.version + versions if named else row.version)
+
+
+def _tail(rows: ScheduleRows, shape: Shape, replica: int) -> int:
+    """Return the first of the last rows by which a replica without a mini-batch takes part in a last round: they belong
+    to the drain."""
+    if not shape.turns:
+        return len(rows)
+    updates = np.isin(rows.op, (Op.REDUCE, Op.UPDATE))
+    without = updates & ((rows.version - 1) * shape.stage_replicas[rows.stage] + replica >= shape.batches)
+    return int(np.argmax(without)) if without.any() else len(rows)
 
 
 def _begins(rows: ScheduleRows) -> IntArray:

@@ -43,14 +43,14 @@ class Updates(Protocol):
     def reduce(self, stage: Stage, version: int) -> None:
         """Begin to add a stage's gradients over its replicas."""
 
-    def update(self, stage: Stage, version: int) -> None:
-        """Compute a new version of a stage's weights."""
+    def update(self, stage: Stage, version: int) -> bool | None:
+        """Compute a new version of a stage's weights. Return False if another slot of this process has to run first."""
 
 
 class WeightSelection(Protocol):
     """The selection of the weights that an action sees."""
 
-    def at(self, op: Op, stage: int, microbatch: int, version: int) -> AbstractContextManager[None]:
+    def at(self, op: Op, stage: int, microbatch: int, version: int, replica: int = 0) -> AbstractContextManager[None]:
         """Return the context in which the stage has the weights that the action names."""
 
     def ready(self, stage: int) -> None:
@@ -76,6 +76,7 @@ class Executor:
     ) -> None:
         self.slots, self.stages, self.transfers = slots, stages, transfers
         self.by_slot = by_slot or (stages,) * len(slots)
+        self.parts = list(dict.fromkeys(self.by_slot))  # without repetition
         self.weights, self.updates, self.observers, self.guard = weights, updates, observers, guard
         self.rows: list[list[ActionRow]] = []  # by slot of this process
         self.next: list[int] = []  # by slot, the index of the next row
@@ -88,10 +89,22 @@ class Executor:
     def begin(self, jobs: list[Job], by_slot: Sequence[list[Job]] = ()) -> None:
         """Begin a run, with some micro-batches or none as yet; messages of other runs are not mixed up with its own.
         `by_slot`: the micro-batches of each slot here, where replicas have different rows of them."""
+        for stages in self.parts:
+            stages.begin([])
         self.stages.begin(jobs)
         for stages, own in zip(self.by_slot, by_slot, strict=bool(by_slot)):
             stages.begin(own)
         self.transfers.begin()
+
+    def add(self, by_slot: Sequence[list[Job]]) -> None:
+        """Add the micro-batches of a mini-batch to the current run, as each stage executor here has them."""
+        for stages, own in zip(self.parts, by_slot, strict=True):
+            stages.add(own)
+
+    def remove(self, by_slot: Sequence[list[Job]]) -> None:
+        """Remove the micro-batches of a mini-batch that is done on all stages of this process."""
+        for stages, own in zip(self.parts, by_slot, strict=True):
+            stages.remove(own)
 
     def watched(self) -> AbstractContextManager[None]:
         """Return `watching` for a run over its jobs, where a stage here needs it."""
@@ -179,7 +192,7 @@ class Executor:
             self.updates.before_forward(stage, job, version)
         else:
             self.updates.before_backward(stage, job)
-        with self.weights.at(op, at, microbatch, version):
+        with self.weights.at(op, at, microbatch, version, row.replica):
             for notify in observers.stage_begins:
                 notify(row)
             stages.run(op, at, microbatch)
@@ -193,8 +206,8 @@ class Executor:
     def _reduce(self, row: ActionRow) -> None:
         self.updates.reduce(self.by_slot[self.current].stages[row.stage], row.version)
 
-    def _update(self, row: ActionRow) -> None:
-        self.updates.update(self.by_slot[self.current].stages[row.stage], row.version)
+    def _update(self, row: ActionRow) -> bool | None:
+        return self.updates.update(self.by_slot[self.current].stages[row.stage], row.version)
 
 
 def _refuse(row: ActionRow) -> None:

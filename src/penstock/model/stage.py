@@ -92,7 +92,8 @@ class Job:
 
     @property
     def batch_rows(self) -> int:
-        return sum(mate.rows for mate in self.mates)
+        """Rows of the mini-batch, on all replicas of a stage together."""
+        return sum(mate.rows if mate.share is None else mate.share.whole for mate in self.mates)
 
 
 @dataclass(frozen=True)

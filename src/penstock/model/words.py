@@ -7,9 +7,9 @@ gradients, and the sum of squares of the gradients so far.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-_DOWN, _UP = struct.Struct("<2d"), struct.Struct("<4d")
+_DOWN, _UP, _LOSS = struct.Struct("<2d"), struct.Struct("<2d"), struct.Struct("<i2d")
 
 
 @dataclass
@@ -18,8 +18,8 @@ class Words:
 
     agreed: float = -1.0  # norm of all gradients of the mini-batch whose version this micro-batch uses first
     overflow: float = 0.0  # the scale under which some stage's gradients have overflowed since its last report
-    total: float = 0.0  # sum of its loss
-    weight: float = 0.0  # divisor of the sum
+    # Sum of its loss and divisor of the sum, by the replica of the last stage where replicas divide its rows.
+    losses: dict[int, tuple[float, float]] = field(default_factory=dict)
     scale: float = 1.0
     squares: float = 0.0  # sum of squares of its mini-batch's gradients on all stages that the backward has passed
 
@@ -32,7 +32,11 @@ class Words:
         return told[_DOWN.size :]
 
     def up(self) -> bytes:
-        return _UP.pack(self.total, self.weight, self.scale, self.squares)
+        losses = (_LOSS.pack(replica, *loss) for replica, loss in self.losses.items())
+        return b"".join((_UP.pack(self.scale, self.squares), *losses))
 
     def heard_up(self, told: bytes) -> None:
-        self.total, self.weight, self.scale, self.squares = _UP.unpack_from(told)
+        """Read the facts of a backward; those of another replica are added to them."""
+        self.scale, self.squares = _UP.unpack_from(told)
+        for replica, total, weight in _LOSS.iter_unpack(told[_UP.size :]):
+            self.losses[replica] = total, weight

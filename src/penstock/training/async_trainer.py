@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any, Protocol
 
@@ -24,16 +25,19 @@ from penstock.engine.executor import Executor
 from penstock.engine.measure.clock import Clock
 from penstock.engine.weights.select import VersionedWeights
 from penstock.errors import InputError, LeftAlone
-from penstock.model.loss import Total
+from penstock.model.batch import as_call, rows_of
 from penstock.model.seeding import random_states_kept
 from penstock.model.stage import Job
 from penstock.model.walk import watching
 from penstock.training.async_updates import StageUpdates
+from penstock.training.build_replicas import require_rows
 from penstock.training.loop_status import LoopStatus
 from penstock.training.loss_checks import LossChecks
+from penstock.training.micro_batches import scored
 from penstock.training.pipeline_parts import PipelineParts, Step
+from penstock.training.replica_versions import losses_of, total_of_replicas
 
-Batch = list[Job]
+Batch = list[list[Job]]  # the micro-batches of a mini-batch, as each stage executor here has them
 KEEP = 512  # mini-batches of the longest run whose times are kept whole
 
 
@@ -61,6 +65,7 @@ class AsyncTrainer:
         self.status, self.clock = status, clock
         self.first = first  # mini-batches that are trained one by one, with a flush: PipeMare's T3
         self.endless: LoweredLoop = weights.endless
+        self.divided = updates.replicas is not None and not self.endless.shape.turns  # rows, over replicas
         self.passes = 0
         self.batches: dict[int, Batch] = {}  # in flight, by their number in the run
         self.fed = 0
@@ -154,6 +159,8 @@ class AsyncTrainer:
         if failed is None:
             return False
         number, weights = self._mini_batch_of(failed), self.weights
+        if self.updates.replicas is not None:  # some have come to their reductions and some have not
+            return False
         if not isinstance(error, Exception) or any(held.versions.newest > number for held in weights.every()):
             return False
         if not self.draining:
@@ -213,14 +220,35 @@ class AsyncTrainer:
         asked = pipe.checks.every_batch(pipe.require_loss(), inputs, target, self.flowing)
         if not self.flowing:
             pipe.checks.first_batch(pipe.require_loss(), inputs, target)
-        jobs = pipe.mini_batch(inputs, target, pipe.index + len(self.batches), self.fed * pipe.microbatches)
-        pipe.checks.ask(jobs, inputs, target, asked)
+        batch = self._jobs(inputs, target, pipe.index + len(self.batches), self.fed * pipe.microbatches)
+        pipe.checks.ask(partial(self._scored_job, batch), inputs, target, asked)
         if not self.flowing:
             self._start()
-        self.batches[self.fed] = jobs
+        self.batches[self.fed] = batch
         self.fed += 1
         self.status.took_in(self.fed)
-        self.executor.stages.add(jobs)
+        self.executor.add(batch)
+
+    def _jobs(self, inputs: Any, target: Any, step: int, first_number: int) -> Batch:
+        """Return the micro-batches of a mini-batch, numbered from `first_number` on. Replicas that take turns have the
+        same ones; else each has its part of each."""
+        pipe, shape = self.pipe, self.endless.shape
+        if not self.divided:
+            return [pipe.mini_batch(inputs, target, step, first_number)] * len(self.executor.parts)
+        require_rows(shape, rows_of(as_call(inputs), target))
+        slots, finish = self.executor.slots, scored(pipe.require_loss())
+        places = [(shape.replicas[shape.slot_rank[slot]], int(shape.slot_replica[slot])) for slot in slots]
+        alike = len(set(shape.replicas)) == 1
+        with torch.enable_grad():
+            parts = (inputs, target, pipe.microbatches, finish, step)
+            return pipe.micro_batches.by_replica(*parts, places, alike, first_number)
+
+    def _scored_job(self, batch: Batch, microbatch: int, replica: int) -> Job | None:
+        """Return a micro-batch on a replica of the last stage, if this process has it."""
+        if not self.divided:
+            return batch[0][microbatch]
+        slot = self.endless.shape.slot(self.endless.shape.stages - 1, replica)
+        return batch[self.executor.slots.index(slot)][microbatch] if slot in self.executor.slots else None
 
     def _one_pass(self) -> None:
         rows = [self.endless.one(slot, self.passes) for slot in self.executor.slots]
@@ -235,10 +263,10 @@ class AsyncTrainer:
         """Make records of the mini-batches below a number, which this rank has done and others soon will have."""
         for number in sorted(self.batches):
             if number < until:
-                jobs = self.batches.pop(number)
-                loss = Total(sum(job.words.total for job in jobs), sum(job.words.weight for job in jobs))
-                self.pipe.norms.move_by(jobs[0].step)
-                self.executor.stages.remove(jobs)
+                batch = self.batches.pop(number)
+                loss = self.updates.losses.pop(number, None) or total_of_replicas(losses_of(batch[0]))
+                self.pipe.norms.move_by(batch[0][0].step)
+                self.executor.remove(batch)
                 self.finished.append(Step(self.pipe.index, loss.mean))
                 self.pipe.index += 1
 

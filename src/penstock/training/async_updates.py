@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
@@ -25,15 +25,18 @@ from penstock.engine.weights.ties import TiedWeights
 from penstock.model.loss import Loss, Total
 from penstock.model.stage import Job, Stage
 from penstock.training.finite_gradients import Gradients, gradient_fault, rate_fault, refusal, values_of
+from penstock.training.replica_versions import ReplicaVersions, Share, losses_of, usable
 from penstock.training.stage_optimizers import Optimizers, require_scale
 
 KEPT = 4  # norms of earlier mini-batches that later stages may still wait for where a run is abandoned
+Place = tuple[int, int]  # a stage and a replica of it
 Rate = Callable[[int, int], float]  # the factor of a stage's learning rate at an update
 
 
 @dataclass
 class StageGradients:
-    """Gradients of one mini-batch on one stage, divided by their weight, with its loss and fp16 scale."""
+    """Gradients of one mini-batch on one stage, divided by their weight, with its loss and fp16 scale; where replicas
+    take turns, the average of a round, of which `mini_batch` is the last."""
 
     mini_batch: int
     step: int
@@ -52,13 +55,15 @@ class StageUpdates:
     ties: TiedWeights
     last: int  # stage
     rate: Rate | None = None
+    replicas: ReplicaVersions | None = None  # where a stage has several
     since: int = 0  # mini-batches of the training before this schedule: T1 and T3 count from there
     waiting: dict[tuple[int, int], StageGradients] = field(default_factory=dict)  # by stage and version
     norms: dict[int, float] = field(default_factory=dict)  # of all gradients, by mini-batch; on the first stage
     overflows: dict[int, float] = field(default_factory=dict)  # scales, by stage
-    open: dict[int, int] = field(default_factory=dict)  # by stage: the mini-batch whose gradients `.grad` holds
-    aside: dict[tuple[int, int], tuple[Gradients, Gradients]] = field(default_factory=dict)  # of other mini-batches
-    micro_batches: Counter[tuple[int, int]] = field(default_factory=Counter)  # done, by stage and mini-batch
+    open: dict[Place, int] = field(default_factory=dict)  # the mini-batch whose gradients `.grad` holds
+    aside: dict[tuple[Place, int], tuple[Gradients, Gradients]] = field(default_factory=dict)  # of other mini-batches
+    micro_batches: Counter[tuple[Place, int]] = field(default_factory=Counter)  # done, of a mini-batch
+    losses: dict[int, Total] = field(default_factory=dict)  # of mini-batches whose losses replicas have exchanged
 
     def __post_init__(self) -> None:
         self.measured = self.optimizers.clip is not None or self.optimizers.fp16
@@ -68,7 +73,10 @@ class StageUpdates:
         """Begin a run."""
         self.waiting, self.norms, self.overflows, self.open, self.aside = {}, {}, {}, {}, {}
         self.micro_batches.clear()
+        self.losses.clear()
         self.ties.forget()
+        if self.replicas is not None:
+            self.replicas.forget()
         self.agreeing = self.measured and self.weights.endless.shape.law is Law.TWO_BW
         self.level = False
 
@@ -97,29 +105,31 @@ class StageUpdates:
         if not (stage.last and job.rows):
             return
         assert isinstance(result, Loss)
-        job.words.total, job.words.weight = result.total, float(result.weight)
-        if job.words.weight:  # a micro-batch may have nothing to score; the mini-batch is checked at its end
-            Total(job.words.total, job.words.weight).require_usable()
+        loss = Total(result.total, float(result.weight))
+        job.words.losses[0 if job.share is None else job.share.replica] = loss
+        if loss.weight:  # a micro-batch may have nothing to score; the mini-batch is checked at its end
+            loss.require_usable()
 
     def before_backward(self, stage: Stage, job: Job) -> None:
         """Have `.grad` hold the gradients of this mini-batch alone.
 
         Where weight gradients run late, one mini-batch begins before another is complete.
         """
-        number, begun = self._mini_batch(job), self.open.get(stage.index)
+        place = stage.index, stage.replica
+        number, begun = self._mini_batch(job), self.open.get(place)
         if begun == number:
             return
         owned = self.optimizers.owned[stage.index]
         if begun is not None:
-            self.aside[stage.index, begun] = {p: p.grad for p in owned if p.grad is not None}, stage.parts
-        gradients, stage.parts = self.aside.pop((stage.index, number), ({}, {}))
+            self.aside[place, begun] = {p: p.grad for p in owned if p.grad is not None}, stage.parts
+        gradients, stage.parts = self.aside.pop((place, number), ({}, {}))
         for parameter in owned:
             parameter.grad = gradients.get(parameter)
-        self.open[stage.index] = number
+        self.open[place] = number
 
     def after_backward(self, stage: Stage, job: Job) -> None:
         """Count a micro-batch's gradients; after the last, those of the mini-batch are complete."""
-        place = (stage.index, self._mini_batch(job))
+        place = (stage.index, stage.replica), self._mini_batch(job)
         self.micro_batches[place] += 1
         if self.micro_batches[place] == self.weights.endless.shape.microbatches:
             del self.micro_batches[place]
@@ -128,8 +138,11 @@ class StageUpdates:
     def _complete(self, stage: Stage, job: Job) -> None:
         """Divide the gradients of a mini-batch by their weight; they wait for their update."""
         number = self._mini_batch(job)
-        del self.open[stage.index]
-        loss = _total(job.mates)
+        del self.open[stage.index, stage.replica]
+        if self.replicas is not None and self.replicas.have(stage):
+            self._put_share(self.replicas, stage, job)
+            return
+        loss = usable(losses_of(job.mates))
         self.ties.send_gradients(stage, number, dense=True)
         gradients = {
             p: p.grad for p in self.optimizers.owned[stage.index] if p.grad is not None and p not in stage.parts
@@ -141,22 +154,60 @@ class StageUpdates:
         if gradients and weight != 1:
             torch._foreach_div_(list(gradients.values()), weight)
         complete = StageGradients(number, job.step, gradients, loss.mean, job.words.scale)
-        if self.measured:
-            complete.squares = _squares(gradients)
-            job.words.squares += complete.squares
-            if self.agreeing and stage.index == 0:
-                self.norms[number] = sqrt(job.words.squares)
+        complete.squares = self._measure(stage, job, gradients)
         self.waiting[stage.index, number + 1] = complete
 
-    def reduce(self, stage: Stage, version: int) -> None:
-        """Without a flush there are no replicas, so far."""
-        raise AssertionError("replicas of an asynchronous schedule are refused when it is read")
+    def _put_share(self, replicas: ReplicaVersions, stage: Stage, job: Job) -> None:
+        """Keep a replica's gradients of a mini-batch for the reduction; in turns, divided by their weight."""
+        number, scale = self._mini_batch(job), job.words.scale / job.batch_rows
+        gradients, stage.parts = stage.parts, {}
+        if self.weights.endless.shape.turns:
+            weight, scale = usable(losses_of(job.mates)).weight * scale, 0.0
+            if gradients and weight != 1:
+                torch._foreach_div_(list(gradients.values()), weight)
+            if self.agreeing:  # the run is this mini-batch alone, so these are the gradients of the round
+                self._measure(stage, job, gradients)
+        replicas.put(stage, self.weights.endless.version_of(stage.index, number), Share(gradients, job, scale))
 
-    def update(self, stage: Stage, version: int) -> None:
-        """Make a version of a stage's weights now, unless it waits until its norm is agreed on."""
+    def _measure(self, stage: Stage, job: Job, gradients: Gradients) -> float:
+        """Return the sum of squares of gradients, and add it to that of the later stages."""
+        if not self.measured:
+            return 0.0
+        squares = _squares(gradients)
+        job.words.squares += squares
+        if self.agreeing and stage.index == 0:
+            self.norms[self._mini_batch(job)] = sqrt(job.words.squares)
+        return squares
+
+    def reduce(self, stage: Stage, version: int) -> None:
+        """Begin to add the gradients that a stage's replicas have for a version."""
+        assert self.replicas is not None
+        self.replicas.start(stage, version)
+
+    def update(self, stage: Stage, version: int) -> bool | None:
+        """Make a version of a stage's weights now, unless it waits until its norm is agreed on.
+
+        Replicas in one process share it: the first makes it, when all have given their gradients.
+        """
+        if self.replicas is not None and self.replicas.have(stage):
+            if not self.replicas.sums.ready(stage, version):
+                return False
+            if self.replicas.sums.was_taken(stage, version):
+                return None
+            self.waiting[stage.index, version] = self._joined(self.replicas, stage, version)
         if not self.agreeing:
             complete = self.waiting.pop((stage.index, version))
             self._apply(stage, complete, sqrt(complete.squares))
+        return None
+
+    def _joined(self, replicas: ReplicaVersions, stage: Stage, version: int) -> StageGradients:
+        joined = replicas.take(stage, version)
+        for notify in self.weights.observers.reduced:
+            notify(stage.index, replicas.sums.ended)
+        self.losses.update(zip(joined.mini_batches, joined.losses, strict=True))
+        complete = StageGradients(joined.mini_batches[-1], joined.step, joined.gradients, joined.mean, 1.0)
+        complete.squares = _squares(joined.gradients) if self.measured else 0.0
+        return complete
 
     def forget_after(self, number: int) -> None:
         """Drop the gradients of a mini-batch and later ones, before which the run ends."""
@@ -242,9 +293,3 @@ def _least(one: float, other: float) -> float:
 def _squares(gradients: dict[nn.Parameter, torch.Tensor]) -> float:
     every = [values_of(gradients, parameter) for parameter in gradients]
     return sum(float(norm.double()) ** 2 for norm in torch._foreach_norm(every)) if every else 0.0
-
-
-def _total(jobs: Sequence[Job]) -> Total:
-    total = Total(sum(job.words.total for job in jobs), sum(job.words.weight for job in jobs))
-    total.require_usable()
-    return total

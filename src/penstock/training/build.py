@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -14,10 +14,11 @@ from torch import nn
 from penstock.comm.transport.interface import Lanes, lane_names
 from penstock.comm.transport.open import open_lanes
 from penstock.comm.world.world import Alone
+from penstock.core.loop import Loop
 from penstock.engine.observer import Observers
 from penstock.engine.replica_rows import ReplicaRows
 from penstock.engine.weights.ties import TiedWeights, tie_groups
-from penstock.errors import SplitError
+from penstock.errors import InputError, SplitError
 from penstock.model.batch import as_call, piece, require_device
 from penstock.model.batchnorm import DeferredNorms
 from penstock.model.buffers import Buffers
@@ -30,7 +31,13 @@ from penstock.model.stage import Recompute, Settings, Stage
 from penstock.training.agreed_split import agreed_split
 from penstock.training.batches import Feed, taken_by
 from penstock.training.build_engine import Chosen, Engine, EngineContext, build_engine, choose, describe, require_sound
-from penstock.training.build_replicas import divided_rows, open_sums, require_dense_gradients, require_steady_buffers
+from penstock.training.build_replicas import (
+    divided_rows,
+    open_sums,
+    require_dense_gradients,
+    require_steady_buffers,
+    require_untied,
+)
 from penstock.training.flush_updates import FlushUpdates
 from penstock.training.model_state import guard, release
 from penstock.training.option_checks import autocast_of, home_of, read_recompute
@@ -91,7 +98,11 @@ def assemble(options: PipelineOptions, choice: ScheduleChoice) -> Assembled:
     _require_once(split, settings)
     if options.verify and not bare:
         compare_with_whole(split, args, kwargs, device)
-    rows = divided_rows(ranks, split, args, kwargs, device, bare) if ranks.replicated else None
+    if isinstance(chosen.built, Loop):
+        require_untied(split.ties(), shape)
+    rows = None
+    with suppress(InputError) if shape.turns else nullcontext():  # in turns, only a switch would need them
+        rows = divided_rows(ranks, split, args, kwargs, device, bare) if ranks.replicated else None
     if not ranks.alone:
         _rehearse(split, args, kwargs)
     if bare:
@@ -138,12 +149,12 @@ def _joined(
         for replica in (range(ranks.replicas[at]) if ranks.alone else (ranks.replica,))
     ]
     device = settings[0].device
-    lanes = _open(options, ranks, split.edges, tied, device)
+    lanes = _open(options, ranks, split.edges, tied, device, chosen.built.shape.turns)
     groups = tie_groups((named[name], users) for name, users in tied.items())
     ties = TiedWeights(groups, set(ranks.here), lanes, ranks.replicas, ranks.replica)
     owned = {at: split.parameters(at) for at in ranks.here}
     tied_weights = {named[name] for name in tied}
-    sums = None if rows is None else open_sums(ranks, stages, device, tied_weights, owned, options.shard)
+    sums = open_sums(ranks, stages, device, tied_weights, owned, options.shard) if ranks.replicated else None
     stepped = owned if sums is None or sums.sharded is None else owned | sums.sharded.owned
     optimizers = Optimizers(
         stepped, options.optimizer, options.lr_scheduler, options.clip, options.accumulate, options.precision == "fp16"
@@ -166,7 +177,7 @@ def _joined(
     names = {parameter: name for name, parameter in named.items()}
     context = EngineContext(
         ranks, stages, settings, optimizers, flush, lanes, ties, swap.turn, names, options.timeline, observers, rows,
-        norms,
+        norms, chosen.built.shape,
     )  # fmt: skip
     return Assembled(split, context, build_engine(chosen, context, split.edges), norms, buffers, feed)
 
@@ -207,11 +218,12 @@ def _open(
     edges: Sequence[tuple[int, int]],
     tied: dict[str, tuple[int, ...]],
     device: torch.device,
+    turns: bool,
 ) -> Lanes | None:
     if isinstance(ranks.world, Alone):
         return None
     pairs = [(users[0], user) for users in tied.values() for user in users[1:]]
-    names = lane_names(ranks.placement, edges, pairs, ranks.replicas)
+    names = lane_names(ranks.placement, edges, pairs, ranks.replicas, turns)
     return open_lanes(ranks.world, names, ranks.members, device, options.transport)
 
 

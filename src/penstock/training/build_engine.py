@@ -33,15 +33,17 @@ from penstock.model.offload import Offload
 from penstock.model.reweigh import Reweigh
 from penstock.model.stage import Settings, Stage
 from penstock.training.async_updates import StageUpdates
-from penstock.training.build_replicas import local_lanes
+from penstock.training.build_replicas import local_lanes, require_lanes, require_untied
 from penstock.training.flush_updates import FlushUpdates
 from penstock.training.loop_status import LoopStatus
 from penstock.training.options import PipelineOptions
 from penstock.training.processes import Ranks
+from penstock.training.replica_versions import ReplicaVersions
 from penstock.training.replicas import MiniBatchEnd
 from penstock.training.schedule_choice import ScheduleChoice, read_schedule, with_edges
 from penstock.training.stage_optimizers import Optimizers
 from penstock.training.staleness import MitigationOptions, momentum_steps, read_mitigation, require_known
+from penstock.training.version_sums import VersionSums
 
 SETTLED = ("stages", "chunks", "edges")  # of a pipeline, whatever its schedule
 
@@ -63,6 +65,7 @@ class EngineContext:
     observers: Observers
     rows: ReplicaRows | None  # how replicas divide micro-batches, where a stage has several
     norms: DeferredNorms
+    opened: Shape  # of the schedule for which lanes were opened
 
     def slots(self, shape: Shape) -> tuple[int, ...]:
         """Return which slots of a shape this process runs."""
@@ -111,7 +114,10 @@ def choose(choice: ScheduleChoice, options: PipelineOptions, cuts: Sequence[str]
         _require_for_sharding(built, options)
     if isinstance(built, Loop):
         _require_for_streaming(options)
-    return Chosen(choice, built, read_mitigation(choice.options, built.shape))
+    mitigation = read_mitigation(choice.options, built.shape)
+    if isinstance(built, Loop) and max(built.shape.replicas) > 1:
+        _require_for_replicas(built, options, mitigation)
+    return Chosen(choice, built, mitigation)
 
 
 def require_sound(chosen: Chosen, edges: tuple[tuple[int, int], ...]) -> None:
@@ -136,6 +142,7 @@ def describe(chosen: Chosen) -> str:
 def build_engine(chosen: Chosen, context: EngineContext, edges: tuple[tuple[int, int], ...]) -> Engine:
     """Prove the schedule and make its executor."""
     built = with_edges(chosen.choice, chosen.built, edges)
+    require_lanes(built.shape, context.opened, context.rows)
     newest = built.shape.law is Law.NEWEST
     if isinstance(built, Schedule):
         engine = _synchronous(built, context)
@@ -154,13 +161,15 @@ def _synchronous(built: Schedule, context: EngineContext) -> Engine:
     every = [slot_rows(schedule, slot) for slot in slots]
     split = {(row.stage, row.microbatch) for rows in every for row in rows if row.op is Op.I}
     is_split: Callable[[int, int], bool] = lambda stage, microbatch: (stage, microbatch) in split  # noqa: E731
-    stages = StageExecutor([stage for stage in context.stages if not stage.replica or context.lanes], is_split)
+    stages = _first_replicas(context, is_split)
     ends = {row.stage: row.microbatch for rows in every for row in rows if _goes_before(row)}
     weights, end = CurrentWeights(context.fetch), None
-    if context.rows is None:
+    if not context.ranks.replicated:
         executor = _executor(context, slots, stages, weights, context.flush, ends)
     else:
-        executor, end = _replicated(context, context.rows, schedule.shape, stages, is_split, weights)
+        by_slot = _by_slot(context, schedule.shape, stages)
+        executor = _replicated(context, schedule.shape, stages, by_slot, weights, context.flush)
+        end = MiniBatchEnd(context.ranks.world, _by_replica(by_slot), context.norms, schedule.shape.stages - 1)
     clock = Clock(slots) if context.timeline else None
     meter = (
         None if clock is None or context.lanes is None else ActivationMeter(stages, context.stages[0].settings.device)
@@ -172,27 +181,39 @@ def _synchronous(built: Schedule, context: EngineContext) -> Engine:
     return Engine(schedule, executor, observers, clock, MitigationOptions(), (before, updates), end, meter)
 
 
+def _first_replicas(context: EngineContext, is_split: Callable[[int, int], bool]) -> StageExecutor:
+    """Return the executor of the stages that forwards alone run on: of a worker, its own."""
+    return StageExecutor([stage for stage in context.stages if not stage.replica or context.lanes], is_split)
+
+
+def _by_slot(context: EngineContext, shape: Shape, stages: StageExecutor) -> list[StageExecutor]:
+    """Return the stage executor of every slot of this process: each replica has micro-batches of its own."""
+    if context.lanes is not None:
+        return [stages]
+    own = {(stage.index, stage.replica): stage for stage in context.stages}
+    places = [(shape.stages_of(int(rank)), int(shape.slot_replica[slot])) for slot, rank in enumerate(shape.slot_rank)]
+    return [StageExecutor([own[at, replica] for at in here], stages.is_split) for here, replica in places]
+
+
+def _by_replica(by_slot: list[StageExecutor]) -> dict[tuple[int, int], StageExecutor]:
+    return {(at, stage.replica): part for part in by_slot for at, stage in part.stages.items()}
+
+
 def _replicated(
     context: EngineContext,
-    rows: ReplicaRows,
     shape: Shape,
     stages: StageExecutor,
-    is_split: Callable[[int, int], bool],
+    by_slot: list[StageExecutor],
     weights: WeightSelection,
-) -> tuple[Executor, MiniBatchEnd]:
-    """Return an executor of stages with replicas, each with rows of its own, and what ends its mini-batches."""
-    slots, world = context.slots(shape), context.ranks.world
-    own = {(stage.index, stage.replica): stage for stage in context.stages}
-    by_slot = [stages]
-    if context.lanes is None:
-        places = [(shape.stages_of(int(shape.slot_rank[slot])), int(shape.slot_replica[slot])) for slot in slots]
-        by_slot = [StageExecutor([own[at, replica] for at in here], is_split) for here, replica in places]
-    by_replica = {(at, stage.replica): part for part in by_slot for at, stage in part.stages.items()}
-    lanes = context.lanes or local_lanes(shape)
-    transfers = StageTransfers(stages, lanes, context.stages[0].settings.device, rows=rows, by_replica=by_replica)
+    updates: Updates,
+    news: bool = False,
+) -> Executor:
+    """Return an executor of stages with replicas; `news`: losses go along with the tensors."""
+    world, lanes = context.ranks.world, context.lanes or local_lanes(shape)
+    device, by_replica = context.stages[0].settings.device, _by_replica(by_slot)
+    transfers = StageTransfers(stages, lanes, device, news, rows=context.rows, by_replica=by_replica)
     guard = partial(failures_told, world.watch) if isinstance(world, World) else nullcontext
-    executor = Executor(slots, stages, transfers, weights, context.flush, context.observers, guard, by_slot)
-    return executor, MiniBatchEnd(world, by_replica, context.norms, shape.stages - 1)
+    return Executor(context.slots(shape), stages, transfers, weights, updates, context.observers, guard, by_slot)
 
 
 def _goes_before(row: ActionRow) -> bool:
@@ -211,15 +232,33 @@ def _asynchronous(endless: LoweredLoop, mitigation: MitigationOptions, context: 
         _require_own_weights(context)
         foreseen = momentum_steps(context.optimizers.optimizers)
     weights_of = Mitigation(mitigation.t2, mitigation.predict is not None, foreseen)
-    weights = VersionedWeights(endless, own, context.ties, weights_of, context.observers)
+    here: dict[int, tuple[int, ...]] = {}
+    for stage in context.stages:
+        here[stage.index] = (*here.get(stage.index, ()), stage.replica)
+    weights = VersionedWeights(endless, own, context.ties, weights_of, context.observers, here)
     rate = None if mitigation.t1 is None else lambda stage, step: mitigation.rate(endless, stage, step)
-    updates = StageUpdates(context.optimizers, weights, context.ties, endless.shape.stages - 1, rate)
-    slots = context.slots(endless.shape)
-    executor = _executor(context, slots, StageExecutor(context.stages, _split_in(endless)), weights, updates)
+    slots, stages = context.slots(endless.shape), _first_replicas(context, _split_in(endless))
+    replicas = _replica_versions(context, endless.shape)
+    updates = StageUpdates(context.optimizers, weights, context.ties, endless.shape.stages - 1, rate, replicas)
+    if replicas is None:
+        executor = _executor(context, slots, stages, weights, updates)
+    else:
+        by_slot = _by_slot(context, endless.shape, stages)
+        executor = _replicated(context, endless.shape, stages, by_slot, weights, updates, news=True)
     clock, world = Clock(slots, keep=1) if context.timeline else None, context.ranks.world
     status = LoopStatus(world.watch.status_page if isinstance(world, World) else None, context.lanes)
     observers = _own_observers(context, clock)
     return Engine(endless.loop, executor, observers, clock, mitigation, updates=updates, weights=weights, status=status)
+
+
+def _replica_versions(context: EngineContext, shape: Shape) -> ReplicaVersions | None:
+    """Return what joins the gradients of replicas to versions, where a stage has several."""
+    if context.flush.sums is None:
+        return None
+    names = context.names
+    require_untied({names[p]: group.stages for group in context.ties.groups for p in group.parameters}, shape)
+    sums = VersionSums(context.ranks.replicas, context.flush.sums.reducers)
+    return ReplicaVersions(shape, sums, context.norms, context.lanes is not None)
 
 
 def _split_in(endless: LoweredLoop) -> Callable[[int, int], bool]:
@@ -290,6 +329,27 @@ def _require_methods_own(options: dict[str, Any]) -> None:
             ", ".join(settled),
             "leave it out: the Pipeline's stages stay as they are; make one of its own for others",
         )
+
+
+def _require_for_replicas(built: Loop, options: PipelineOptions, mitigation: MitigationOptions) -> None:
+    """Raise for an option that has no exact meaning, as yet, where replicas make versions without a flush."""
+    shape = built.shape
+    expected, advice = "", "leave it out, or give every stage one replica"
+    if shape.law is Law.NEWEST:
+        expected, came = "weights that are stashed", f"{shape.name}, whose backward takes the newest"
+        advice = "use pipedream or 2bw, or give every stage one replica"
+    elif mitigation != MitigationOptions():
+        expected, came = "no mitigation of stale weights", str(mitigation)
+    elif options.precision == "fp16":
+        expected, came = "no loss scale", "precision='fp16'"
+        advice = "use bf16, or give every stage one replica"
+    elif options.clip is not None and not shape.turns:
+        expected, came = "no norm over all stages", f"clip={options.clip}"
+    elif shape.turns and any(built.period % replicas for replicas in shape.replicas):
+        expected, came = "a loop of whole rounds", f"one of {built.period} mini-batches for {list(shape.replicas)}"
+        advice = "give it a multiple of every stage's replicas"
+    if expected:
+        raise InputError(f"{expected} where stages have replicas and no flush", came, advice)
 
 
 def _require_for_streaming(options: PipelineOptions) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,9 +73,34 @@ class LocalLanes(Lanes):
 def local_lanes(shape: Shape) -> LocalLanes:
     """Return both ends of all lanes between the slots of a shape, which are all in this process."""
     first = [shape.slot(stage) for stage in range(shape.stages)]
-    names: list[LaneName] = lane_names(first, shape.edges, [], shape.stage_replicas.tolist())
+    names: list[LaneName] = lane_names(first, shape.edges, [], shape.stage_replicas.tolist(), shape.turns)
     ends = {name: LocalLane(name) for name in names}
     return LocalLanes(dict(ends), dict(ends))
+
+
+def require_lanes(shape: Shape, opened: Shape, rows: ReplicaRows | None) -> None:
+    """Refuse a schedule whose replicas share the work in a way that this pipeline was not made for."""
+    pairs = [(int(shape.stage_replicas[a]), int(shape.stage_replicas[b])) for a, b in shape.edges]
+    further = shape.turns and not opened.turns and any(min(pair) > 1 for pair in pairs)
+    undivided = not shape.turns and rows is None
+    if max(shape.replicas) > 1 and (further or undivided):
+        ways = {True: "take mini-batches in turns", False: "split micro-batches"}
+        raise InputError(
+            f"a schedule whose replicas {ways[opened.turns]}, as this pipeline was made for",
+            f"{shape.name}, whose replicas {ways[shape.turns]}",
+            "make a Pipeline of its own for it",
+        )
+
+
+def require_untied(ties: Mapping[str, Sequence[int]], shape: Shape) -> None:
+    """Refuse tied weights of stages with replicas without a flush: their versions would come at different times."""
+    for name, users in ties.items():
+        if max(int(shape.stage_replicas[stage]) for stage in users) > 1:
+            raise InputError(
+                f"weights of stages with replicas that one stage uses alone under {shape.name}",
+                f"{name}, which stages {', '.join(map(str, users))} share",
+                "give those stages one replica, or use a synchronous schedule",
+            )
 
 
 def require_rows(shape: Shape, rows: int) -> None:

@@ -90,21 +90,23 @@ class LossChecks:
                 _refuse(uneven)
         return later
 
-    def ask(self, jobs: list[Job], inputs: Any, target: Any, every: list[Uneven]) -> None:
-        """Have the last stage check the loss when it runs these micro-batches, and raise there.
+    def ask(self, job_of: Callable[[int, int], Job | None], inputs: Any, target: Any, every: list[Uneven]) -> None:
+        """Have the last stage check the loss when it runs the micro-batches of a batch, and raise there.
 
-        Other ranks assume that the loss passes: a failure reaches them anyway.
+        Other ranks assume that the loss passes: a failure reaches them anyway. `job_of` returns the job of a
+        micro-batch on a replica of the last stage, where this process has it.
         """
-        rows = sum(job.rows for job in jobs)
-        cut = spans(rows, min(len(jobs), rows))
+        rows = rows_of(as_call(inputs), target)
+        every_part, parts = self._all_parts(rows), self._parts(rows)
         for uneven in every:
-            number = uneven.micro_batch(cut)
+            number = uneven.micro_batch(parts)
             assert number is not None
-            few = piece(inputs, *cut[number], rows), piece(target, *cut[number], rows)
+            few = piece(inputs, *parts[number], rows), piece(target, *parts[number], rows)
             self.counts.learn(uneven.suspect, False)
-            jobs[number].questions.append(
-                Question(_others(jobs[number], variants(few, uneven) or []), uneven.row is None, self._answered(uneven))
-            )
+            job = job_of(*divmod(every_part.index(parts[number]), self._divided))
+            if job is not None:
+                others = _others(job, variants(few, uneven) or [])
+                job.questions.append(Question(others, uneven.row is None, self._answered(uneven)))
 
     def _answered(self, uneven: Uneven) -> Callable[[bool | None], None]:
         def answered(weighs: bool | None) -> None:
@@ -126,8 +128,16 @@ class LossChecks:
 
     def _parts(self, rows: int) -> list[tuple[int, int]]:
         """Return the rows of all parts of a batch that have a loss of their own."""
-        cut = spans(rows, min(self.pipe.microbatches, rows))
-        return [span for span in divided_spans(cut, self.pipe.ranks.replicas[-1]) if span[0] < span[1]]
+        return [span for span in self._all_parts(rows) if span[0] < span[1]]
+
+    def _all_parts(self, rows: int) -> list[tuple[int, int]]:
+        """Return the rows of every micro-batch's part on each replica of the last stage; some may be empty."""
+        return divided_spans(spans(rows, min(self.pipe.microbatches, rows)), self._divided)
+
+    @property
+    def _divided(self) -> int:
+        """The number of parts of each micro-batch: one where replicas take whole mini-batches in turns."""
+        return 1 if self.pipe.schedule.shape.turns else self.pipe.ranks.replicas[-1]
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -179,6 +189,7 @@ def _others(job: Job, changed: list[Any]) -> list[Job]:
             finish=job.finish.of(target),  # type: ignore[attr-defined]
             labels=Labels((inputs, target), [(0, job.rows)], memory, weight_of, fixed=True),
             questions=[],
+            share=None,
         )
         for inputs, target in changed
     ]

@@ -41,7 +41,15 @@ class MicroBatches:
         self.memory = Memory()  # how the loss weighs
 
     def by_replica(
-        self, inputs: Any, target: Any, parts: int, finish: Finish, step: int, places: Sequence[Place], alike: bool
+        self,
+        inputs: Any,
+        target: Any,
+        parts: int,
+        finish: Finish,
+        step: int,
+        places: Sequence[Place],
+        alike: bool,
+        first_number: int = 0,
     ) -> list[list[Job]]:
         """Return the jobs of each of some replicas, given as (replicas of its stage, its number). With `alike`, as many
         for all stages, each draws random numbers of its own between the model's modules."""
@@ -53,10 +61,8 @@ class MicroBatches:
         labels = {count: Labels((call, target), every, self.memory, weight_of) for count, every in divided.items()}
 
         def own(count: int, replica: int) -> list[Job]:
-            drawing = replica if alike else 0
-            return self.jobs(
-                inputs, target, divided[count][replica::count], finish, step, labels=labels[count], drawing=drawing
-            )
+            cut, drawing = divided[count][replica::count], replica if alike else 0
+            return self.jobs(inputs, target, cut, finish, step, first_number, labels[count], drawing)
 
         sizes = [last - first for first, last in cut]
         return [self._of_replica(own(count, replica), sizes, (count, replica)) for count, replica in places]

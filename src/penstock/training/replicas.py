@@ -56,8 +56,8 @@ class ReplicaSums:
         reducer = self.reducers.get(stage.index)
         if reducer is None:
             return
-        gradients = dict(zip(_trained(stage), _filled(stage), strict=True))
-        made, divided = _made(stage), list[GatheredRows]()
+        gradients = dict(zip(trained(stage), filled(stage, stage.parts), strict=True))
+        made, divided = counts_of(stage, stage.parts), list[GatheredRows]()
         if self.sharded is not None and self.sharded.level is not Shard.OPTIMIZER:
             own = [p for p in gradients if p in self.sharded.shards and p not in self.tied]
             divided = self.sharded.reduce({parameter: gradients.pop(parameter) for parameter in own})
@@ -88,7 +88,7 @@ class ReplicaSums:
         *totals, counts = started.pending.wait()
         self.ended[at] = max(pending.ended for pending in (started.pending, *(one.pending for one in started.divided)))
         stage.parts.clear()
-        made = dict(zip(_trained(stage), counts.tolist(), strict=True))
+        made = dict(zip(trained(stage), counts.tolist(), strict=True))
         sums = dict(zip(started.whole, totals, strict=True))
         if self.sharded is not None:
             whole = self.sharded.whole
@@ -99,24 +99,25 @@ class ReplicaSums:
     def _added(self, at: int) -> Sums:
         """Return the sums of a stage whose replicas are all in this process."""
         replicas = [self.stages[at, replica] for replica in range(self.counts[at])]
-        every = [[*_filled(one), _made(one)] for one in replicas]
-        *totals, counts = (_in_order(parts) for parts in zip(*every, strict=True))
+        every = [[*filled(one, one.parts), counts_of(one, one.parts)] for one in replicas]
+        *totals, counts = (in_order(parts) for parts in zip(*every, strict=True))
         for one in replicas:
             one.parts.clear()
         self.ended[at] = perf_counter_ns()
-        parameters = zip(_trained(replicas[0]), totals, counts.tolist(), strict=True)
+        parameters = zip(trained(replicas[0]), totals, counts.tolist(), strict=True)
         return {parameter: total for parameter, total, made in parameters if made}
 
 
-def _trained(stage: Stage) -> list[nn.Parameter]:
+def trained(stage: Stage) -> list[nn.Parameter]:
+    """Return the parameters of a stage that have gradients, in one order on all replicas."""
     return [parameter for parameter in stage.parameters if parameter.requires_grad]
 
 
-def _filled(stage: Stage) -> list[Tensor]:
+def filled(stage: Stage, parts: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
     """Return the gradients of a stage's parameters; zeros where a replica has made none."""
     gradients = []
-    for parameter in _trained(stage):
-        part = stage.parts.get(parameter)
+    for parameter in trained(stage):
+        part = parts.get(parameter)
         if part is not None and part.layout is not torch.strided:
             raise InputError(
                 "dense gradients in a stage with replicas, which are added to each other",
@@ -127,14 +128,15 @@ def _filled(stage: Stage) -> list[Tensor]:
     return gradients
 
 
-def _made(stage: Stage) -> Tensor:
+def counts_of(stage: Stage, parts: Mapping[nn.Parameter, Tensor]) -> Tensor:
     """Return which gradients this replica has made: a parameter without any in all replicas gets none."""
-    parameters = _trained(stage)
+    parameters = trained(stage)
     device = parameters[0].device if parameters else None
-    return torch.tensor([float(p in stage.parts) for p in parameters], dtype=torch.float32, device=device)
+    return torch.tensor([float(p in parts) for p in parameters], dtype=torch.float32, device=device)
 
 
-def _in_order(parts: Sequence[Tensor]) -> Tensor:
+def in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum, added in the order of the replicas."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -156,7 +158,7 @@ class MiniBatchEnd:
         stages = {stage for stage, _ in self.executors}
         facts = {
             "losses": {replica: _packed(executor.ordered_results) for replica, executor in here.items()},
-            "scored": [_scores(one) for one in labels if one.scored],
+            "scored": [scores(one) for one in labels if one.scored],
             "unit": memory.unit,
             "norms": self.norms.statistics(step),
         }
@@ -173,7 +175,7 @@ class MiniBatchEnd:
             self.norms.take_in(step, one["norms"], stages)
         for parts in (parts for one in every for parts in one["scored"]) if self.world.size > 1 else ():
             for one in labels:
-                _note(one, parts)
+                note(one, parts)
         total = Total(0.0, 0.0)
         for replica in sorted(losses):
             total = Total(total.total + losses[replica][0], total.weight + losses[replica][1])
@@ -185,7 +187,7 @@ def _packed(results: list[Any]) -> tuple[float, float]:
     return tuple(total_of(losses)) if losses else (0.0, 0.0)  # type: ignore[return-value]
 
 
-def _scores(labels: Labels) -> dict[int, dict[int, Any]]:
+def scores(labels: Labels) -> dict[int, dict[int, Any]]:
     """Return how parts were scored here, in plain values."""
     return {
         stage: {part: asdict(scored) | {"calls": [(float(weight), total) for weight, total in scored.calls]}
@@ -194,7 +196,7 @@ def _scores(labels: Labels) -> dict[int, dict[int, Any]]:
     }  # fmt: skip
 
 
-def _note(labels: Labels, scores: dict[str, dict[str, Any]]) -> None:
+def note(labels: Labels, scores: dict[str, dict[str, Any]]) -> None:
     """Take in how parts were scored on another rank: when all are known they must fit together."""
     for stage, parts in scores.items():
         for part, scored in parts.items():

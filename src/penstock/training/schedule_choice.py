@@ -88,10 +88,6 @@ def read_schedule(choice: ScheduleChoice, cuts: Sequence[str] | None) -> Schedul
             f"{shape.name!r} of {shape.batches}",
             "give batches=1; it is repeated for every mini-batch",
         )
-    if shape.slots != shape.ranks and not isinstance(built, Schedule):
-        raise InputError(
-            "a synchronous schedule for stages with replicas", repr(shape.name), "choose one, or leave replicas out"
-        )
     if cuts is not None and len(cuts) != shape.stages - 1:
         raise InputError(f"{shape.stages - 1} cuts for {shape.stages} pieces", len(cuts), "name one cut a boundary")
     return built

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple, Protocol
 
 import torch
@@ -101,13 +102,16 @@ def lane_names(
     edges: Iterable[tuple[int, int]],
     ties: Iterable[tuple[int, int]],
     replicas: Sequence[int] = (),
+    turns: bool = False,
 ) -> list[LaneName]:
     """Return every lane between stages of different ranks: both ways along each edge and each tie, between replicas
-    that have rows in common. `placement` is the rank of each stage's first replica."""
+    that have rows in common; between all, where they take `turns`. `placement` is the rank of each stage's first
+    replica."""
     counts = tuple(replicas) or (1,) * len(placement)
     lanes = set()
     for a, b in {*edges, *ties}:
         if placement[a] != placement[b]:
-            for i, j, _ in common_rows(counts[a], counts[b]):
+            pairs = [(i, j) for i, j, _ in common_rows(counts[a], counts[b])]
+            for i, j in product(range(counts[a]), range(counts[b])) if turns else pairs:
                 lanes |= {LaneName(a, b, i, j), LaneName(b, a, j, i)}
     return sorted(lanes)

@@ -62,7 +62,9 @@ class Clock(Observer):
 
     def reduced(self, stage: int, end: int) -> None:
         for ends, at in self.reductions.pop(stage, ()):
-            ends[at] = max(ends[at], end)
+            if at < len(ends):  # of a run that is too long to be kept, the first rows are dropped
+                ends[at] = max(ends[at], end)
+            self.now = max(self.now, end)  # a row that waits for the sums begins when they are there
 
     def finish(self, batches: int, rows: int | None = None) -> None:
         """End a run. It is kept only if all of its `rows`, over all slots, were recorded."""

@@ -37,7 +37,7 @@ class CurrentWeights:
     def __init__(self, fetch: Callable[[int], None]) -> None:
         self.fetch = fetch
 
-    def at(self, op: Op, stage: int, microbatch: int, version: int) -> AbstractContextManager[None]:
+    def at(self, op: Op, stage: int, microbatch: int, version: int, replica: int = 0) -> AbstractContextManager[None]:
         """Return a context in which the stage's weights are on its device."""
         self.fetch(stage)
         return _NOTHING
@@ -73,13 +73,18 @@ class Held:
 
 @dataclass(eq=False)
 class VersionedWeights:
-    """The weights of the stages of one process. `own` are each stage's weights without shared ones."""
+    """The weights of the stages of one process. `own` are each stage's weights without shared ones.
+
+    Replicas of a stage in one process share its versions: each names those that it has come to. `replicas`: those of
+    every stage here, where that is not the first alone.
+    """
 
     endless: LoweredLoop
     own: dict[int, list[nn.Parameter]]
     ties: TiedWeights
     mitigation: Mitigation = field(default_factory=Mitigation)
     observers: Observers = field(default_factory=Observers)
+    replicas: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shared = {group.number: Versions(group.parameters) for group in self.ties.groups}
@@ -100,9 +105,11 @@ class VersionedWeights:
 
     def begin(self) -> None:
         """Begin a new run: the newest version becomes version 0."""
-        self.next = dict.fromkeys(self.own, 0)  # the next micro-batch of each stage's forward
+        places = [(stage, replica) for stage in self.own for replica in self._replicas_here(stage)]
+        first = self.endless.first_microbatch
+        self.next = {place: first(*place) for place in places}  # micro-batch of each replica's next forward
         self.total: int | None = None  # micro-batches in all, once known
-        self.live: dict[tuple[int, int], list[Key]] = {}
+        self.live: dict[tuple[int, int, int], list[Key]] = {}  # by stage, replica and micro-batch
         self.level = False  # whether the mini-batch runs alone: its backward has the weights of its forward
         for held in self.every():
             held.seen = 0
@@ -120,24 +127,24 @@ class VersionedWeights:
             held.versions.show_newest()
 
     @contextmanager
-    def at(self, op: Op, stage: int, microbatch: int, version: int) -> Iterator[None]:
+    def at(self, op: Op, stage: int, microbatch: int, version: int, replica: int = 0) -> Iterator[None]:
         """Set `.data` of the stage's weights to the version that the action sees, within the context."""
         if op in (Op.F, Op.FB):
             keys = [self._ahead(held, microbatch, self._named(held, microbatch, version)) for held in self.held[stage]]
             self._show(stage, keys)
-            self.next[stage] = microbatch + 1
+            self.next[stage, replica] = self.endless.next_microbatch(stage, microbatch)
             yield
             if not self.newest:
-                self._hold(stage, microbatch, keys)
+                self._hold((stage, replica, microbatch), keys)
         elif self.newest:
             self._show(stage, [self._current(held) for held in self.held[stage]])
             with self._corrected(stage):
                 yield
         else:
-            self._show(stage, self.live[stage, microbatch])
+            self._show(stage, self.live[stage, replica, microbatch])
             yield
             if op is not Op.I:
-                self._release(stage, microbatch)
+                self._release((stage, replica, microbatch))
 
     def ready(self, stage: int) -> None:
         """Do nothing: outside of a run the newest weights are in place."""
@@ -208,13 +215,13 @@ class VersionedWeights:
         for held, key in zip(self.held[stage], keys, strict=True):
             held.versions.show(key)
 
-    def _hold(self, stage: int, microbatch: int, keys: list[Key]) -> None:
-        for held, key in zip(self.held[stage], keys, strict=True):
+    def _hold(self, place: tuple[int, int, int], keys: list[Key]) -> None:
+        for held, key in zip(self.held[place[0]], keys, strict=True):
             held.versions.hold(key)
-        self.live[stage, microbatch] = keys
+        self.live[place] = keys
 
-    def _release(self, stage: int, microbatch: int) -> None:
-        for held, key in zip(self.held[stage], self.live.pop((stage, microbatch)), strict=True):
+    def _release(self, place: tuple[int, int, int]) -> None:
+        for held, key in zip(self.held[place[0]], self.live.pop(place), strict=True):
             held.versions.release(key)
             held.versions.trim(self._oldest(held))
 
@@ -223,9 +230,9 @@ class VersionedWeights:
         return min(self._oldest_of(user) for user in self.users[held.versions])
 
     def _oldest_of(self, held: Held) -> int:
-        coming = self.next[held.stage]
-        ended = self.total is not None and coming >= self.total
-        named = FOREVER if ended else self.endless.named(held.owner, coming)
+        coming = [self.next[held.stage, replica] for replica in self._replicas_here(held.stage)]
+        total = FOREVER if self.total is None else self.total
+        named = min((self.endless.named(held.owner, one) for one in coming if one < total), default=FOREVER)
         looks_back = self.newest or held.steps is not None  # a copy's newest version, or the one before its step
         return min(named, held.seen) if looks_back and held.owner != held.stage and not held.far else named
 
@@ -270,6 +277,9 @@ class VersionedWeights:
         else:
             held.steps.set_steps(self.mitigation.foreseen(held.owner, held.versions.parameters), version)
         held.steps.trim(self._oldest_of(held))
+
+    def _replicas_here(self, stage: int) -> tuple[int, ...]:
+        return self.replicas.get(stage, (0,))
 
     def _watch_drift(self) -> None:
         for held in self.every():
