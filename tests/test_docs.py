@@ -60,6 +60,10 @@ def test_python_blocks_run(code, tmp_path):
 
 
 def sizes(code):
+    """The processes that a script can be launched as."""
+    replicas = re.search(r"replicas=\[([\d, ]+)\]", code)
+    if replicas is not None and "pipe.train(" in code:
+        return {sum(map(int, replicas[1].split(",")))}
     return {int(size) for size in re.findall(r"stages=(\d+)", code) if "pipe.train(" in code}
 
 
