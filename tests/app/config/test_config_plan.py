@@ -129,8 +129,6 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
         ('plan = "none.json"', {}, "pipeline.plan (none.json): expected a readable plan, but got No such file"),
         ("stages = 2\nplan = 3", {}, "pipeline.plan: expected a path, but got 3"),
         ('stages = 2\nplan = ""', {}, 'pipeline.plan: expected a path, but got ""'),
-        ('plan = "PLAN"', made(schedule="pipedream", replicas=2).to_json(),
-         "pipeline.plan (/plan.json): expected one replica a stage in an asynchronous plan"),
         ('plan = "PLAN"', made(schedule="1f2b").to_json(), "pipeline.schedule: expected the name of a method"),
         ('plan = "PLAN"\noptions = {policy = "pa"}', made().to_json(), "expected no options of the schedule beside"),
         ('plan = "PLAN"\noptions = {t1 = 3}', made().to_json(), "pipeline.options.t1: expected an asynchronous"),

@@ -228,11 +228,6 @@ def test_a_plan_of_another_model_with_as_many_layers():
 
 def test_what_cannot_be_run_yet():
     stages = (StagePlan(0, 3), StagePlan(4, 15))
-    twice = Plan(stages, (0, 1), (((0,), (1,)), ((2,),)), "pipedream", 4)
-    assert refusal(twice) == (
-        "expected one replica a stage in an asynchronous plan, which is all that can be run so far, but got 2; "
-        "plan again by `penstock plan --replicas 1`, or by a method that flushes"
-    )
     wide = Plan(stages, (0, 1), (((0, 1),), ((2, 3),)), "1f1b", 4)
     assert "a plan with one device in each tensor group, which is all that can be run so far, but got 2" in refusal(
         wide
