@@ -24,7 +24,9 @@ def profile_command(
     threads: Annotated[int, typer.Option(min=1, help="Threads per process.")] = 1,
     busy: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes that measure at once. Default: the stages, if they share these cores."),
+        typer.Option(
+            min=1, help="Processes that measure at once. Default: as many as train, if they share these cores."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -19,7 +19,7 @@ from penstock.core.match import match
 from penstock.core.schedule import Schedule
 from penstock.errors import InputError
 from penstock.schedules.registry import schedule
-from penstock.training.measurement.gather import _seconds
+from penstock.training.measurement.gather import PARTS, _footprint, _seconds
 from penstock.training.measurement.measured import Measured
 from penstock.training.measurement.row_costs import Timed
 
@@ -135,6 +135,41 @@ def test_waiting_for_a_step_that_nobody_has_begun_is_no_part_of_it():
     early = [list(one) for one in read]
     early[1][0] -= 3.0  # the last rank ended the step before and waits already
     assert as_measured(built, [early]).timeline().makespan == as_measured(built, [read]).timeline().makespan
+
+
+def test_reductions_begin_with_their_last_replica_one_after_the_other_and_end_before_any_update():
+    """Rows of a second each, the second replica half a second later; sums are there long after the last row."""
+    built = lower(schedule("interleaved", stages=2, microbatches=2, replicas=(2, 1), chunks=2))
+    slots, read = built.slot_of_rows(), []
+    for slot in range(3):
+        rows = np.flatnonzero(slots == slot)
+        start = np.arange(len(rows)) + 0.5 * (slot == 1)
+        both = np.array([start, start + 1.0])
+        reductions = np.flatnonzero(built.rows.op[rows] == Op.REDUCE)
+        both[1, reductions] = 100.0 + 10.0 * np.arange(len(reductions))
+        both[:, built.rows.op[rows] == Op.UPDATE] += 120.0
+        read.append(np.round(both[None] * 1e9).astype(np.int64))
+    start, end = _seconds(read, built)
+    of_slot = [np.flatnonzero((built.rows.op == Op.REDUCE) & (slots == slot)) for slot in range(3)]
+    assert [len(rows) for rows in of_slot] == [2, 2, 0]
+    launched = [read[slot][0, 0, of_slot[slot][0] - built.starts[slot]] * 1e-9 for slot in range(2)]
+    for rows in of_slot[:2]:
+        assert start[0, rows].tolist() == pytest.approx([max(launched), 100.0])
+        assert end[0, rows].tolist() == [100.0, 110.0]
+    assert start[0, built.rows.op == Op.UPDATE].min() == pytest.approx(110.0)
+    again = np.zeros(4, dtype=bool)
+    reduce = Timed(built, start, end, again).costs(Footprint(*(np.ones(4) for _ in range(6)))).reduce
+    assert sorted(reduce) == pytest.approx([0.0, 0.0, 10.0, 100.0 - max(launched)])
+
+
+def test_bytes_of_a_stage_are_those_of_its_fullest_replica():
+    """Of a micro-batch's rows, as many as all replicas together would keep; of the weights, each has all."""
+    shape = schedule("1f1b", stages=2, microbatches=2, replicas=(2, 1)).shape
+    facts = [{"stages": {stage: dict.fromkeys(PARTS, size)}} for stage, size in (("0", 8), ("0", 4), ("1", 3))]
+    found = vars(_footprint(facts, shape))
+    for name in PARTS:
+        by_rows = name in ("activations", "until_weight", "inputs")
+        assert found[name].tolist() == ([16.0, 3.0] if by_rows else [8.0, 3.0])
 
 
 def test_costs_are_told_apart():
