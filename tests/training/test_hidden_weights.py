@@ -242,3 +242,33 @@ def test_inputs_that_layers_of_the_last_stage_take_may_be_mixed_by_them():
     pipe = pipeline(Towers(), F.mse_loss, tuple(part[:2] for part in given), verify=True)
     with pytest.warns(UserWarning, match="expected a model whose result for one row does not depend on the others"):
         pipe.step(given, torch.randn(8, 6).double())
+
+
+class Window(nn.Module):
+    """A layer that has no number for rows whose mask leaves too little, as attention by a narrow window has none; no
+    row of the user's is such a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, plain.WORDS)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        enough = mask.sum(1) > plain.LENGTH - 3
+        return self.linear(hidden * torch.where(enough, 1.0, torch.nan)[:, None, None] * mask[..., None])
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.window = nn.Embedding(plain.WORDS, 4), Window()
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        return self.window(self.embed(words), mask)
+
+
+def test_a_mask_that_layers_take_may_leave_no_number_where_it_is_changed_to_look_at_the_loss():
+    x, mask = words(), torch.ones(8, plain.LENGTH, dtype=torch.long)
+    for row, zeros in enumerate((1, 2, 2, 1, 1, 1, 2, 2)):
+        mask[row, plain.LENGTH - zeros :] = 0
+    pipe = pipeline(Masked().double(), lambda out, y: each(out, y).mean(), (x, mask), cuts=["window"])
+    assert torch.isfinite(torch.tensor(pipe.step((x, mask), x).loss))

@@ -53,6 +53,7 @@ class Uneven:
     kept: tuple[int, ...]
     others: frozenset[float]  # values that may mean the same, so that changing one into the suspect shows nothing
     row: torch.Tensor | None = None  # the row whose values others get, where the suspect is all values
+    sure: bool = True  # the value makes no NaN but in a mean over nothing: not so a mask that layers attend by
 
     @property
     def window(self) -> tuple[int, int]:
@@ -102,7 +103,8 @@ class LabelCounts:
             for value in marks:
                 suspect = Suspect(at, place, value)
                 if self.weighs.get(suspect, True):
-                    suspects += _uneven(suspect, tensor, cut, frozenset(left_out) - {value, 0.0})
+                    candidates = _uneven(suspect, tensor, cut, frozenset(left_out) - {value, 0.0})
+                    suspects += [replace(uneven, sure=place not in self.layers) for uneven in candidates]
             whole = Suspect(at, place, None)
             if _may_weigh(place, tensor) and place not in self.layers and self.weighs.get(whole, True):
                 suspects += _unlike(whole, tensor, cut, left_out)
@@ -202,7 +204,7 @@ def _unlike(suspect: Suspect, tensor: torch.Tensor, cut: Spans, marks: Sequence[
     candidates = []
     for row in (int(sums.argmax()), int(sums.argmin())):
         kept = (usual & usual[row] & (flat != flat[row])).sum(1).tolist()
-        candidates.append(Uneven(suspect, (), tuple(kept), frozenset(marks), tensor[row]))
+        candidates.append(Uneven(suspect, (), tuple(kept), frozenset(marks), tensor[row], sure=False))
     return [max(candidates, key=lambda one: _best(one.kept, _windows(rows))[0])]
 
 

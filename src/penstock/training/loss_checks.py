@@ -106,7 +106,7 @@ class LossChecks:
             job = job_of(*divmod(every_part.index(parts[number]), self._divided))
             if job is not None:
                 others = _others(job, variants(few, uneven) or [])
-                job.questions.append(Question(others, uneven.row is None, self._answered(uneven)))
+                job.questions.append(Question(others, uneven.sure, self._answered(uneven)))
 
     def _answered(self, uneven: Uneven) -> Callable[[bool | None], None]:
         def answered(weighs: bool | None) -> None:
@@ -123,7 +123,7 @@ class LossChecks:
         if changed is None:
             return None
         with self._aside():
-            results = self._results(*few, 1, 0, scored(loss), changed, uneven.row is None)
+            results = self._results(*few, 1, 0, scored(loss), changed, uneven.sure)
         return self.pipe.ranks.broadcast(None if results is None else results[0])  # type: ignore[no-any-return]
 
     def _parts(self, rows: int) -> list[tuple[int, int]]:
