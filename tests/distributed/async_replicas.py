@@ -32,13 +32,13 @@ CASES: dict[str, Case] = {
     "turns, batch norm and dropout": ("normed", "pipedream", [2, 1], 2, {}),
     "turns, data on rank 0": ("chain", "pipedream", [1, 2], 1, {"data": "rank0"}),
     "turns over gloo": ("chain", "pipedream", [2, 1], 1, {"transport": "gloo"}),
-    "split": ("gpt", "2bw", [2, 1], 2, {}),
+    "split, clipped": ("gpt", "2bw", [2, 1], 2, {"clip": 0.5}),
     "split at the end": ("chain", "2bw", [1, 2], 2, {}),
     "split of one stage, batch norm and dropout": ("normed", "2bw", [3], 2, {}),
     "split, ignored tokens": ("tokens", "2bw", [1, 2], 2, {"verify": True}),
     "turns of three stages": ("chain", "pipedream", [2, 1, 1], 1, {}),
     "turns between unequal stages": ("chain", "pipedream", [2, 2], 1, {}),
-    "split between equal stages": ("normed", "2bw", [2, 2], 2, {}),
+    "split between equal stages, clipped": ("normed", "2bw", [2, 2], 2, {"clip": 0.3}),
     "split between unequal stages": ("gpt", "2bw", [1, 3], 2, {}),
 }
 
