@@ -54,6 +54,33 @@ def test_unequal_rows_and_replicas(kind, replicas, m, rows, recompute):
     agree(pipe, Recursion(model, method, ADAMW), model.batches(11, rows=rows))
 
 
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize(
+    ("kind", "replicas"),
+    [
+        ("tied gpt", [2, 1]),
+        ("tied gpt", [1, 2]),
+        ("tied gpt", [2, 3]),
+        ("tied gpt", [2, 1, 2]),
+        ("tied chain", [1, 2, 1]),
+        ("tied chain", [2, 2, 1]),
+        ("tied chain", [3, 1, 2, 1]),
+    ],
+    ids=str,
+)
+def test_tied_weights_of_stages_with_replicas(kind, replicas, clip):
+    """The owner adds the sums of all stages, and all replicas follow its versions."""
+    n, method = len(replicas), Method("2bw", 4)
+    model = {
+        "tied gpt": lambda: recursion_models.gpt(n, width=4, length=3),
+        "tied chain": lambda: recursion_models.chain(n, width=3, tied=(0, n - 2)),
+    }[kind]()
+    reference = Recursion(model, method, ADAMW, clip=clip)
+    pipe = pipeline(model, method, ADAMW, replicas=replicas, clip=clip)
+    for length in (9, 2):
+        agree(pipe, reference, model.batches(length, rows=13, seed=length))
+
+
 @pytest.mark.parametrize("clip", [0.05, 0.3])
 @pytest.mark.parametrize(
     ("kind", "replicas", "m"),

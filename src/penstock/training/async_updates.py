@@ -209,13 +209,21 @@ class StageUpdates:
         return None
 
     def _joined(self, replicas: ReplicaVersions, stage: Stage, version: int) -> StageGradients:
-        joined = replicas.take(stage, version)
+        joined = replicas.take(stage, version, functools.partial(self._tied, stage, version - 1))
         for notify in self.weights.observers.reduced:
             notify(stage.index, replicas.sums.ended)
         self.losses.update(zip(joined.mini_batches, joined.losses, strict=True))
         complete = StageGradients(joined.mini_batches[-1], joined.step, joined.gradients, joined.mean, 1.0)
         complete.squares = _squares(joined.gradients) if self.measured else 0.0
         return complete
+
+    def _tied(self, stage: Stage, number: int, gradients: Gradients) -> Gradients:
+        """Send the gradients of weights that other stages own, and add theirs of weights that this one owns."""
+        if not self.ties.groups:
+            return gradients
+        stage.parts = {p: gradients.pop(p) for group in self.ties.groups for p in group.parameters if p in gradients}
+        self.ties.send_gradients(stage, number, dense=True)
+        return gradients | self.ties.collect_gradients(stage, number, dense=True)
 
     def forget_after(self, number: int) -> None:
         """Drop the gradients of a mini-batch and later ones, before which the run ends."""
