@@ -32,14 +32,15 @@ CASES: dict[str, Case] = {
     "turns, batch norm and dropout": ("normed", "pipedream", [2, 1], 2, {}),
     "turns, data on rank 0": ("chain", "pipedream", [1, 2], 1, {"data": "rank0"}),
     "turns over gloo": ("chain", "pipedream", [2, 1], 1, {"transport": "gloo"}),
-    "split": ("gpt", "2bw", [2, 1], 2, {}),
+    "split, tied and clipped": ("tied gpt", "2bw", [2, 1], 2, {"clip": 0.5}),
+    "split at the end, tied": ("tied gpt", "2bw", [1, 2], 2, {}),
     "split at the end": ("chain", "2bw", [1, 2], 2, {}),
     "split of one stage, batch norm and dropout": ("normed", "2bw", [3], 2, {}),
     "split, ignored tokens": ("tokens", "2bw", [1, 2], 2, {"verify": True}),
     "turns of three stages": ("chain", "pipedream", [2, 1, 1], 1, {}),
     "turns between unequal stages": ("chain", "pipedream", [2, 2], 1, {}),
-    "split between equal stages": ("normed", "2bw", [2, 2], 2, {}),
-    "split between unequal stages": ("gpt", "2bw", [1, 3], 2, {}),
+    "split between equal stages, clipped": ("normed", "2bw", [2, 2], 2, {"clip": 0.3}),
+    "split between unequal stages, tied": ("tied gpt", "2bw", [1, 3], 2, {}),
 }
 
 
@@ -58,11 +59,12 @@ class Tokens(nn.Module):
 
 def model_of(kind: str, stages: int) -> tuple[nn.Module, Callable[..., Any], list[tuple[Any, Any]], list[str]]:
     """A model, its loss, ten batches and where it is cut."""
-    if kind in ("chain", "conv", "gpt"):
+    if kind in ("chain", "conv", "gpt", "tied gpt"):
         made = {
             "chain": lambda: recursion_models.chain(stages, layers=4, width=3),
             "conv": lambda: recursion_models.conv_net(stages, layers=4, channels=2, side=3),
             "gpt": lambda: recursion_models.gpt(stages, layers=4, tied=False, width=4, length=3),
+            "tied gpt": lambda: recursion_models.gpt(stages, layers=4, width=4, length=3),
         }[kind]()
         return made.module, made.loss, made.batches(10, rows=7), [str(at) for at in range(1, stages)]
     torch.manual_seed(3)

@@ -87,7 +87,8 @@ REFUSED = [
      ["no mitigation of stale weights where stages have replicas and no flush", "xpipe", "give every stage one"]),
     ({"schedule": "pipedream", "replicas": 2, "t3": 4}, ["no mitigation of stale weights", "t3=4"]),
     ({"schedule": "pipedream", "replicas": 2, "precision": "fp16"}, ["no loss scale where", "fp16", "use bf16"]),
-    ({"schedule": "2bw", "replicas": 2, "clip": 1.0}, ["no norm over all stages where", "got clip=1.0", "leave it"]),
+    ({"schedule": penstock.loop("2bw", stages=4, microbatches=4, replicas=2), "clip": 1.0},
+     ["no norm over all stages, which is agreed on by the order of 2bw, where", "got clip=1.0", "leave it"]),
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from penstock.core.action import Op
 from penstock.core.lowered_loop import ActionRow
 from penstock.core.plan import Plan, StagePlan
 from penstock.engine.observer import Observer
+from penstock.training.runnable_plans import refusal
 from recursion_models import Model
 from segments import ADAMW, MOMENTUM, SGD, WITHIN, Method, Recursion, Rule, off, optimizer, pipeline, trained, weights
 from turns import Turns, replica_of, version_of
@@ -294,6 +296,14 @@ def test_a_run_is_measured_row_by_row():
     assert timeline.schedule.shape.replicas == (2, 1)
     assert timeline.schedule.shape.batches == 7
     assert (timeline.end >= timeline.start).all()
+
+
+@pytest.mark.parametrize(("schedule", "options"), [("pipemare", ()), ("pipedream", (("stash", False),))])
+def test_a_plan_with_replicas_that_do_not_stash_weights_is_said_not_to_be_trained(schedule, options):
+    stages, devices = (StagePlan(0, 0), StagePlan(1, 1)), (((2,), (1,)), ((5,),))
+    error = refusal(Plan(stages, (0, 1), devices, schedule, 2, options=options))
+    assert re.search(rf"one replica where weights are not stashed.*got 2 under {schedule}", str(error))
+    assert refusal(Plan(stages, (0, 1), (((2,),), ((5,),)), schedule, 2, options=options)) is None
 
 
 def test_a_plan_with_replicas_is_run_as_planned():

@@ -54,6 +54,62 @@ def test_unequal_rows_and_replicas(kind, replicas, m, rows, recompute):
     agree(pipe, Recursion(model, method, ADAMW), model.batches(11, rows=rows))
 
 
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize(
+    ("kind", "replicas"),
+    [
+        ("tied gpt", [2, 1]),
+        ("tied gpt", [1, 2]),
+        ("tied gpt", [2, 3]),
+        ("tied gpt", [2, 1, 2]),
+        ("tied chain", [1, 2, 1]),
+        ("tied chain", [2, 2, 1]),
+        ("tied chain", [3, 1, 2, 1]),
+    ],
+    ids=str,
+)
+def test_tied_weights_of_stages_with_replicas(kind, replicas, clip):
+    """The owner adds the sums of all stages, and all replicas follow its versions."""
+    n, method = len(replicas), Method("2bw", 4)
+    model = {
+        "tied gpt": lambda: recursion_models.gpt(n, width=4, length=3),
+        "tied chain": lambda: recursion_models.chain(n, width=3, tied=(0, n - 2)),
+    }[kind]()
+    reference = Recursion(model, method, ADAMW, clip=clip)
+    pipe = pipeline(model, method, ADAMW, replicas=replicas, clip=clip)
+    for length in (9, 2):
+        agree(pipe, reference, model.batches(length, rows=13, seed=length))
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.3])
+@pytest.mark.parametrize(
+    ("kind", "replicas", "m"),
+    [("chain", [2, 1], 2), ("gpt", [1, 2], 3), ("conv", [1, 3, 2], 3), ("chain", [2], 1), ("chain", [2, 1, 1, 2], 4)],
+    ids=str,
+)
+def test_clipping_is_over_all_stages(kind, replicas, m, clip):
+    """The norm is passed in some mini-batches and not in others; runs of every length drain."""
+    model, method = MODELS[kind](len(replicas)), Method("2bw", m)
+    reference = Recursion(model, method, ADAMW, clip=clip)
+    pipe = pipeline(model, method, ADAMW, replicas=replicas, clip=clip)
+    for length in (1, 2, 3, 9):
+        agree(pipe, reference, model.batches(length, rows=11, seed=length))
+    steps = [pipe.step(*batch) for batch in model.batches(2, rows=5)]
+    assert [step.loss for step in steps] == pytest.approx(
+        [reference.step(batch) for batch in model.batches(2, rows=5)], abs=WITHIN
+    )
+    assert all(step.gradient_norm > 0 for step in steps)
+    assert off(weights(pipe), reference.weights()) < WITHIN
+
+
+def test_gradients_that_are_no_numbers_are_told_with_clipping():
+    model = MODELS["chain"](2)
+    pipe = pipeline(model, Method("2bw", 2), SGD, replicas=[2, 1], clip=1.0)
+    model.module[0][0].weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(InputError, match="finite"):
+        trained(pipe, model.batches(5, rows=4))
+
+
 def test_mini_batches_of_few_rows_in_the_stream_and_at_its_end():
     """Some replicas have no row of a micro-batch, and some micro-batches have none at all."""
     model, method, rows = MODELS["chain"](2), Method("2bw", 4), [8, 2, 3, 8, 5, 2]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from math import isfinite
+from math import isfinite, sqrt
 from typing import Any, Protocol
 
 import torch
@@ -297,14 +297,27 @@ class AsyncTrainer:
         ranks, optimizers = self.pipe.ranks, self.pipe.optimizers
         self.norms = {}
         if self.updates.agreeing:
-            norms = ranks.broadcast([*self.updates.norms.items()], ranks.placement[0])
-            self.norms = {int(mini_batch): norm for mini_batch, norm in norms}
+            self.norms = self._last_norms()
             self.updates.settle(self.executor.stages.stages, self.norms)
         self.weights.end()
         if optimizers.fp16:
             overflows = json.dumps([*self.updates.overflows.values()]).encode()
             self.updates.rescale(scale for part in ranks.world.gather(overflows) for scale in json.loads(part))
             optimizers.scale, optimizers.good = ranks.broadcast([optimizers.scale, optimizers.good])
+
+    def _last_norms(self) -> dict[int, float]:
+        """Return the norms of the mini-batches whose updates are waiting, on every rank."""
+        ranks, updates = self.pipe.ranks, self.updates
+        if updates.replicas is None:
+            norms = ranks.broadcast([*updates.norms.items()], ranks.placement[0])
+            return {int(mini_batch): norm for mini_batch, norm in norms}
+        squares: dict[int, dict[int, float]] = {}  # by version and stage
+        for part in ranks.world.gather(json.dumps(updates.waiting_squares()).encode()):
+            for version, stage, own in json.loads(part):
+                squares.setdefault(version, {})[stage] = own
+        # Added from the last stage to the first, as those that go along with backwards are.
+        ordered = {version: sorted(by_stage.items(), reverse=True) for version, by_stage in squares.items()}
+        return {version - 1: sqrt(sum(own for _, own in every)) for version, every in ordered.items()}
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

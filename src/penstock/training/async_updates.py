@@ -63,6 +63,7 @@ class StageUpdates:
     open: dict[Place, int] = field(default_factory=dict)  # the mini-batch whose gradients `.grad` holds
     aside: dict[tuple[Place, int], tuple[Gradients, Gradients]] = field(default_factory=dict)  # of other mini-batches
     micro_batches: Counter[tuple[Place, int]] = field(default_factory=Counter)  # done, of a mini-batch
+    squares: dict[tuple[int, int], float] = field(default_factory=dict)  # with replicas, by stage and mini-batch
     losses: dict[int, Total] = field(default_factory=dict)  # of mini-batches whose losses replicas have exchanged
 
     def __post_init__(self) -> None:
@@ -74,6 +75,7 @@ class StageUpdates:
         self.waiting, self.norms, self.overflows, self.open, self.aside = {}, {}, {}, {}, {}
         self.micro_batches.clear()
         self.losses.clear()
+        self.squares.clear()
         self.ties.forget()
         if self.replicas is not None:
             self.replicas.forget()
@@ -119,6 +121,8 @@ class StageUpdates:
         number, begun = self._mini_batch(job), self.open.get(place)
         if begun == number:
             return
+        if self.replicas is not None and self.agreeing and number > 0 and job.part == 0:
+            self._send_squares(stage, job)
         owned = self.optimizers.owned[stage.index]
         if begun is not None:
             self.aside[place, begun] = {p: p.grad for p in owned if p.grad is not None}, stage.parts
@@ -126,6 +130,15 @@ class StageUpdates:
         for parameter in owned:
             parameter.grad = gradients.get(parameter)
         self.open[place] = number
+
+    def _send_squares(self, stage: Stage, job: Job) -> None:
+        """Send the squares of the mini-batch before along with the first backward of this one: replicas add gradients
+        only after the backward that completes them."""
+        before = self._mini_batch(job) - 1
+        job.words.squares += self.squares[stage.index, before]
+        self.squares.pop((stage.index, before - KEPT), None)
+        if stage.index == 0:
+            self.norms[before] = sqrt(job.words.squares)
 
     def after_backward(self, stage: Stage, job: Job) -> None:
         """Count a micro-batch's gradients; after the last, those of the mini-batch are complete."""
@@ -154,7 +167,12 @@ class StageUpdates:
         if gradients and weight != 1:
             torch._foreach_div_(list(gradients.values()), weight)
         complete = StageGradients(number, job.step, gradients, loss.mean, job.words.scale)
-        complete.squares = self._measure(stage, job, gradients)
+        if self.measured:
+            complete.squares = _squares(gradients)
+        if self.measured and self.replicas is None:
+            job.words.squares += complete.squares
+            if self.agreeing and stage.index == 0:
+                self.norms[number] = sqrt(job.words.squares)
         self.waiting[stage.index, number + 1] = complete
 
     def _put_share(self, replicas: ReplicaVersions, stage: Stage, job: Job) -> None:
@@ -165,19 +183,7 @@ class StageUpdates:
             weight, scale = usable(losses_of(job.mates)).weight * scale, 0.0
             if gradients and weight != 1:
                 torch._foreach_div_(list(gradients.values()), weight)
-            if self.agreeing:  # the run is this mini-batch alone, so these are the gradients of the round
-                self._measure(stage, job, gradients)
         replicas.put(stage, self.weights.endless.version_of(stage.index, number), Share(gradients, job, scale))
-
-    def _measure(self, stage: Stage, job: Job, gradients: Gradients) -> float:
-        """Return the sum of squares of gradients, and add it to that of the later stages."""
-        if not self.measured:
-            return 0.0
-        squares = _squares(gradients)
-        job.words.squares += squares
-        if self.agreeing and stage.index == 0:
-            self.norms[self._mini_batch(job)] = sqrt(job.words.squares)
-        return squares
 
     def reduce(self, stage: Stage, version: int) -> None:
         """Begin to add the gradients that a stage's replicas have for a version."""
@@ -198,16 +204,26 @@ class StageUpdates:
         if not self.agreeing:
             complete = self.waiting.pop((stage.index, version))
             self._apply(stage, complete, sqrt(complete.squares))
+        elif self.replicas is not None:
+            self.squares[stage.index, version - 1] = self.waiting[stage.index, version].squares
         return None
 
     def _joined(self, replicas: ReplicaVersions, stage: Stage, version: int) -> StageGradients:
-        joined = replicas.take(stage, version)
+        joined = replicas.take(stage, version, functools.partial(self._tied, stage, version - 1))
         for notify in self.weights.observers.reduced:
             notify(stage.index, replicas.sums.ended)
         self.losses.update(zip(joined.mini_batches, joined.losses, strict=True))
         complete = StageGradients(joined.mini_batches[-1], joined.step, joined.gradients, joined.mean, 1.0)
         complete.squares = _squares(joined.gradients) if self.measured else 0.0
         return complete
+
+    def _tied(self, stage: Stage, number: int, gradients: Gradients) -> Gradients:
+        """Send the gradients of weights that other stages own, and add theirs of weights that this one owns."""
+        if not self.ties.groups:
+            return gradients
+        stage.parts = {p: gradients.pop(p) for group in self.ties.groups for p in group.parameters if p in gradients}
+        self.ties.send_gradients(stage, number, dense=True)
+        return gradients | self.ties.collect_gradients(stage, number, dense=True)
 
     def forget_after(self, number: int) -> None:
         """Drop the gradients of a mini-batch and later ones, before which the run ends."""
@@ -217,6 +233,10 @@ class StageUpdates:
         """After a drain, take in the overflows of all stages that no forward has carried to the last one."""
         self.overflows = {}
         self._overflowed(functools.reduce(_least, overflows, 0.0))
+
+    def waiting_squares(self) -> list[tuple[int, int, float]]:
+        """Return version, stage and squares of the gradients of every update here that waits."""
+        return [(version, stage, complete.squares) for (stage, version), complete in self.waiting.items()]
 
     def settle(self, stages: dict[int, Stage], norms: dict[int, float]) -> None:
         """After a drain, make the updates that no forward has asked for, with the norms of the first stage."""

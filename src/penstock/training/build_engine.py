@@ -116,7 +116,7 @@ def choose(choice: ScheduleChoice, options: PipelineOptions, cuts: Sequence[str]
         _require_for_streaming(options)
     mitigation = read_mitigation(choice.options, built.shape)
     if isinstance(built, Loop) and max(built.shape.replicas) > 1:
-        _require_for_replicas(built, options, mitigation)
+        _require_for_replicas(built, choice, options, mitigation)
     return Chosen(choice, built, mitigation)
 
 
@@ -331,7 +331,9 @@ def _require_methods_own(options: dict[str, Any]) -> None:
         )
 
 
-def _require_for_replicas(built: Loop, options: PipelineOptions, mitigation: MitigationOptions) -> None:
+def _require_for_replicas(
+    built: Loop, choice: ScheduleChoice, options: PipelineOptions, mitigation: MitigationOptions
+) -> None:
     """Raise for an option that has no exact meaning, as yet, where replicas make versions without a flush."""
     shape = built.shape
     expected, advice = "", "leave it out, or give every stage one replica"
@@ -343,8 +345,8 @@ def _require_for_replicas(built: Loop, options: PipelineOptions, mitigation: Mit
     elif options.precision == "fp16":
         expected, came = "no loss scale", "precision='fp16'"
         advice = "use bf16, or give every stage one replica"
-    elif options.clip is not None and not shape.turns:
-        expected, came = "no norm over all stages", f"clip={options.clip}"
+    elif options.clip is not None and not shape.turns and choice.schedule != "2bw":
+        expected, came = "no norm over all stages, which is agreed on by the order of 2bw,", f"clip={options.clip}"
     elif shape.turns and any(built.period % replicas for replicas in shape.replicas):
         expected, came = "a loop of whole rounds", f"one of {built.period} mini-batches for {list(shape.replicas)}"
         advice = "give it a multiple of every stage's replicas"

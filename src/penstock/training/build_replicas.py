@@ -93,13 +93,13 @@ def require_lanes(shape: Shape, opened: Shape, rows: ReplicaRows | None) -> None
 
 
 def require_untied(ties: Mapping[str, Sequence[int]], shape: Shape) -> None:
-    """Refuse tied weights of stages with replicas without a flush: their versions would come at different times."""
-    for name, users in ties.items():
+    """Refuse tied weights of stages with replicas that take turns: their versions would come at different times."""
+    for name, users in ties.items() if shape.turns else ():
         if max(int(shape.stage_replicas[stage]) for stage in users) > 1:
             raise InputError(
                 f"weights of stages with replicas that one stage uses alone under {shape.name}",
                 f"{name}, which stages {', '.join(map(str, users))} share",
-                "give those stages one replica, or use a synchronous schedule",
+                "give those stages one replica, or use 2bw or a synchronous schedule",
             )
 
 

@@ -7,7 +7,7 @@ divided by the weight of all rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,9 +76,10 @@ class ReplicaVersions:
         self.labelled[stage.index, version] = share.job
         self.sums.start(stage, version, share.gradients, self._facts(stage, share))
 
-    def take(self, stage: Stage, version: int) -> Joined:
-        """Return the gradients of a version."""
+    def take(self, stage: Stage, version: int, tie: Callable[[Gradients], Gradients]) -> Joined:
+        """Return the gradients of a version. `tie` exchanges those of tied weights for what the stage owns."""
         gradients, every = self.sums.take(stage, version)
+        gradients = tie(gradients)
         job = self.labelled.pop((stage.index, version), None)
         facts = [one for one in every if one]
         self._take_in(stage, facts, job)

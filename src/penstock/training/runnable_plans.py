@@ -12,4 +12,9 @@ def refusal(plan: Plan) -> InputError | None:
     if widest > 1:
         expected = "a plan with one device in each tensor group, which is all that can be run so far"
         return InputError(expected, widest, "plan again by penstock plan")
+    most = max(plan.replicas)
+    unstashed = plan.schedule == "pipemare" or dict(plan.options).get("stash") is False
+    if most > 1 and unstashed:
+        expected = "a plan whose stages have one replica where weights are not stashed, so far"
+        return InputError(expected, f"{most} under {plan.schedule}", "plan by pipedream or 2bw, or with --replicas 1")
     return None
