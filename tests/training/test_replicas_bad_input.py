@@ -218,12 +218,6 @@ def test_rows_of_which_each_is_there_twice_between_unequal_replicas():
     agree(given, [2, 2], cuts=["last"])
 
 
-def test_an_asynchronous_schedule_is_refused_by_name():
-    given = plain.case("mlp")
-    with pytest.raises(InputError, match=r"a synchronous schedule for stages with replicas.*pipedream"):
-        pipeline(given, [2, 1], schedule="pipedream")
-
-
 def test_a_switch_to_other_replicas():
     given = plain.case("mlp")
     pipe = pipeline(given, [2, 1])

@@ -185,7 +185,8 @@ def test_replicas_are_simulated_and_counted_each(small, stages, replicas):
         assert rows["1f1b"].memory[kind] <= whole.memory[kind]
     if stages == 1:
         assert rows["1f1b"].memory["activations"] == pytest.approx(whole.memory["activations"] / 4)
-    assert "a synchronous schedule for stages with replicas" in rows["pipedream"].note
+    if stages > 1:  # tied weights, which no replica can own alone when it updates in its own turn
+        assert "weights of stages with replicas that one stage uses alone under pipedream" in rows["pipedream"].note
 
 
 def test_the_configs_own_schedule_is_compared_with_its_options(small):

@@ -249,12 +249,6 @@ def test_everything_wrong_is_said_at_once(tmp_path):
             "training.batch",
             "at least 9 rows, one for each replica, but got 8",
         ),
-        (
-            "stages = 2",
-            "stages = 2\nreplicas = 2\nschedule = 'pipedream'",
-            "pipeline.replicas",
-            "a synchronous schedule for stages with replicas",
-        ),
         ("stages = 2", "stages = 2\nreplicas = [2, 1]\nchunks = 3", "pipeline", r"exactly 1 chunk(s) a rank for 1f1b"),
         ("lr = 1e-3", "lr = nan", "optimizer.lr", "finite numbers, but got nan"),
         ("betas = [0.9, 0.95]", "betas = [0.9, nan]", "optimizer.betas", "finite numbers, but got [0.9, nan]"),
@@ -357,3 +351,15 @@ def test_files_that_are_no_toml_say_where(tmp_path):
 def test_long_values_are_cut_short(tmp_path):
     found = faults(tmp_path, GOOD.replace("stages = 2", f'stages = "{"x" * 500}"'))
     assert len(found["pipeline.stages"]) < 200
+
+
+@pytest.mark.parametrize(
+    ("said", "came"),
+    [('shard = "weights"', 'got "weights"'), ("shard = 2", "got 2"), ("shard = true", "got true")],
+)
+def test_a_shard_is_one_of_those_there_are(tmp_path, said, came):
+    text = GOOD.replace("stages = 2", f"stages = 2\nreplicas = 2\n{said}")
+    with pytest.raises(FormatError, match=rf'pipeline\.shard: expected "optimizer" or "gradients", but {came}'):
+        config(tmp_path, text)
+    good = GOOD.replace("stages = 2", 'stages = 2\nreplicas = 2\nshard = "gradients"')
+    assert config(tmp_path, good).pipeline.shard == "gradients"

@@ -202,7 +202,7 @@ def test_memory_of_somebody_else_is_not_taken_for_the_lane():
     other = mapping.create("other")
     mapping.allocate(other, 0, 1 << 20)
     sender = SharedSender(name, store, Patience(), 1)
-    process, _, mark = store.get("lane 0 1").decode().split()
+    process, _, mark = store.get("lane 0 1 0 0").decode().split()
     files = len(list(Path("/proc/self/fd").iterdir()))
     for file in (other, 1 << 20):
         store.set("lane 0 1", f"{process} {file} {mark}")

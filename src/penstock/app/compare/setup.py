@@ -23,7 +23,7 @@ from penstock.training.schedule_choice import ScheduleChoice, read_schedule
 STRAIGHT = "1f1b"  # its stages are those of all methods without chunks and split backward
 ALIKE = ("naive", "gpipe", STRAIGHT, "dapple")
 ONE_STAGE: dict[str, Any] = {"pipeline.stages": 1, "pipeline.cuts": None}
-WHOLE: dict[str, Any] = {"pipeline.replicas": 1}  # micro-batches that no replicas divide
+WHOLE: dict[str, Any] = {"pipeline.replicas": 1, "pipeline.shard": None}  # micro-batches that no replicas divide
 
 
 def require_rate(where: str, task: Task) -> None:
@@ -73,6 +73,7 @@ class Setup:
             "pipeline.schedule": method.schedule,
             "pipeline.options": section.options | options if own else options,
             "pipeline.chunks": section.chunks if own else None,
+            "pipeline.shard": None if method.asynchronous else section.shard,
         }
         if method.nesterov:
             changes["optimizer"] = self._nesterov_section()

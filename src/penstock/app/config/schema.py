@@ -150,6 +150,9 @@ class PipelineSection(Section):
     recompute: Annotated[
         Literal["never", "except-last", "always"], Field(description='"never", "except-last" or "always"')
     ] = "never"
+    shard: Annotated[Literal["optimizer", "gradients"] | None, Field(description='"optimizer" or "gradients"')] = (
+        None  # what replicas divide between them
+    )
     precision: Annotated[Literal["bf16", "fp16"] | None, Field(description='"bf16" or "fp16"')] = None
     clip: Positive | None = None
     seed: Whole = 0

@@ -141,6 +141,7 @@ class Task:
         return Pipeline(
             self.model(),
             example=piece(inputs, *spans(rows, section.microbatches)[0]),
+            shard=section.shard,
             recompute=section.recompute,
             precision=self.precision,
             clip=section.clip,
