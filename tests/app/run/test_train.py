@@ -144,6 +144,10 @@ def test_traffic_of_replicas_is_what_crosses_the_cut_and_their_sums():
     vocab = pipe.model.tokens.weight.numel() * 4
     weights = sum(parameter.numel() * 4 for parameter in pipe.split.used(0))
     assert traffic(pipe, 16) == 2 * activations + (3 + 1) * vocab + 2 * 2 * weights
+    streamed = own(replicas=[2, 1], schedule="pipedream").pipeline()
+    plain_cut = own().pipeline()
+    first = sum(parameter.numel() * 4 for parameter in streamed.split.used(0))
+    assert traffic(streamed, 8) == traffic(plain_cut, 8) + first  # half of 2 (n - 1) gradients in each mini-batch
     alone = task(pipeline={"stages": 1, "replicas": 2, "microbatches": 4}).pipeline()
     assert traffic(alone, 16) == 2 * sum(parameter.numel() * 4 for parameter in alone.model.parameters())
 

@@ -76,7 +76,9 @@ def traffic(pipe: Pipeline, rows: int) -> int:
 
 def _without_rows(pipe: Pipeline, key: int) -> bool:
     """Return whether a value has been found to be the same for all rows."""
-    dimensions = {} if pipe.context.rows is None else pipe.context.rows.dimensions.known
+    if pipe.context.rows is None or pipe.schedule.shape.turns:  # where each has whole mini-batches
+        return False
+    dimensions = pipe.context.rows.dimensions.known
     return key in dimensions and dimensions[key].dimension is None
 
 
@@ -95,9 +97,11 @@ def _tied(pipe: Pipeline) -> int:
 
 def _summed(pipe: Pipeline) -> int:
     """Return the bytes of the sums over replicas: of n, each but one sends every gradient once and gets it once. With
-    the optimizer's state divided, the weights go as far; with the gradients divided, in place of one of the two."""
-    ways, total = 3 if pipe.options.shard == Shard.OPTIMIZER else 2, 0
+    the optimizer's state divided, the weights go as far; with the gradients divided, in place of one of the two.
+    Replicas that take turns sum once in as many mini-batches as there are of them."""
+    ways, total, turns = 3 if pipe.options.shard == Shard.OPTIMIZER else 2, 0, pipe.schedule.shape.turns
     for stage, replicas in enumerate(pipe.ranks.replicas):
         trained = [parameter for parameter in pipe.split.used(stage) if parameter.requires_grad]
-        total += ways * (replicas - 1) * sum(one.numel() * one.element_size() for one in trained)
+        moved = ways * (replicas - 1) * sum(one.numel() * one.element_size() for one in trained)
+        total += moved // replicas if turns else moved
     return total
