@@ -25,7 +25,7 @@ from penstock.engine.weights.ties import TiedWeights
 from penstock.model.loss import Loss, Total
 from penstock.model.stage import Job, Stage
 from penstock.training.finite_gradients import Gradients, gradient_fault, rate_fault, refusal, values_of
-from penstock.training.replica_versions import ReplicaVersions, Share, losses_of, usable
+from penstock.training.replica_versions import ReplicaGradients, ReplicaVersions, losses_of, usable
 from penstock.training.stage_optimizers import Optimizers, require_scale
 
 KEPT = 4  # norms of earlier mini-batches that later stages may still wait for where a run is abandoned
@@ -183,7 +183,9 @@ class StageUpdates:
             weight, scale = usable(losses_of(job.mates)).weight * scale, 0.0
             if gradients and weight != 1:
                 torch._foreach_div_(list(gradients.values()), weight)
-        replicas.put(stage, self.weights.endless.version_of(stage.index, number), Share(gradients, job, scale))
+        replicas.put(
+            stage, self.weights.endless.version_of(stage.index, number), ReplicaGradients(gradients, job, scale)
+        )
 
     def reduce(self, stage: Stage, version: int) -> None:
         """Begin to add the gradients that a stage's replicas have for a version."""

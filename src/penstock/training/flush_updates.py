@@ -1,8 +1,8 @@
 """Updates of synchronous training: what is agreed between all stages before any of them steps.
 
-Gradients of a step are gathered apart from what `.grad` held before: that is nobody's to divide, and it must be there
-again if the step fails. When all backwards are done they are divided by their weight, clipped by the norm of all and
-checked together; then the UPDATE rows of the schedule step the optimizers, stage by stage.
+What `.grad` held before a step is set aside: it is not divided, and is restored if the step fails. When all backwards
+are done the step's gradients are divided by their weight, clipped by the norm of all and checked together; then the
+UPDATE rows of the schedule step the optimizers, stage by stage.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class FlushUpdates:
                 for stage, end in self.sums.ended.items():
                     for notify in self.observers.reduced:
                         notify(stage, end)
-            self.fresh, added, tied = map(self._divide, (self.fresh, added, self._tied()))
+            self.fresh, added, tied = map(self._own_rows, (self.fresh, added, self._tied()))
             for parameter, total in (*added.items(), *tied.items()):
                 own = self.fresh.get(parameter)  # of a loss that reads the weight itself, to keep it small
                 self.fresh[parameter] = total if own is None else total + own
@@ -99,8 +99,8 @@ class FlushUpdates:
             for parameter, gradient in zip(parameters, before, strict=True):
                 _set_grad(parameter, gradient)
 
-    def _divide(self, gradients: Gradients) -> Gradients:
-        """Return this replica's rows of gradients that replicas divide between them."""
+    def _own_rows(self, gradients: Gradients) -> Gradients:
+        """Return this replica's shard of the gradients, where replicas divide them."""
         return gradients if self.sharded is None else self.sharded.sliced(gradients)
 
     def agree(self, loss: Total, step: int) -> Update:
@@ -120,7 +120,7 @@ class FlushUpdates:
         optimizers.steps += 1
         if optimizers.steps < optimizers.accumulate:
             return Update(False)
-        gradients = self._divided()
+        gradients = self._averaged()
         norm = self._clipped(gradients)
         usable = self._usable(gradients, norm, step)
         if optimizers.make is None:
@@ -202,7 +202,7 @@ class FlushUpdates:
             stage.parts.clear()
         return total
 
-    def _divided(self) -> Gradients:
+    def _averaged(self) -> Gradients:
         """Return the sums divided by their weight, with what `.grad` holds added."""
         optimizers = self.optimizers
         if self.sharded is not None:

@@ -25,13 +25,13 @@ Losses = dict[int, tuple[float, float]]  # sum and divisor of a mini-batch, by r
 
 
 @dataclass
-class Share:
-    """One replica's gradients of a mini-batch, and what it knows of that. `weighed`: what the sum over replicas is
-    divided by, per unit of the mini-batch's weight; 0 in turns, where gradients have been divided."""
+class ReplicaGradients:
+    """One replica's gradients of a mini-batch, and what it knows of that. `per_weight`: the sum over replicas is
+    divided by the mini-batch's weight times this; 0 in turns, where each replica has divided its own."""
 
     gradients: Gradients
     job: Job
-    weighed: float
+    per_weight: float
 
 
 @dataclass
@@ -56,14 +56,14 @@ class ReplicaVersions:
     sums: VersionSums
     norms: DeferredNorms
     apart: bool
-    shares: dict[tuple[int, int, int], Share] = field(default_factory=dict)  # by stage, replica and version
+    shares: dict[tuple[int, int, int], ReplicaGradients] = field(default_factory=dict)  # by stage, replica and version
     labelled: dict[tuple[int, int], Job] = field(default_factory=dict)  # by stage and version, one here
 
     def have(self, stage: Stage) -> bool:
         """Return whether a stage has replicas."""
         return self.sums.counts[stage.index] > 1
 
-    def put(self, stage: Stage, version: int, share: Share) -> None:
+    def put(self, stage: Stage, version: int, share: ReplicaGradients) -> None:
         """Keep a replica's gradients until its REDUCE row."""
         self.shares[stage.index, stage.replica, version] = share
 
@@ -89,7 +89,7 @@ class ReplicaVersions:
             losses.setdefault(one["mini_batch"], {}).update(own)
         numbers = sorted(losses)
         totals = [usable(losses[number]) for number in numbers]
-        by = float(len(numbers)) if self.shape.turns else totals[0].weight * facts[0]["weighed"]
+        by = float(len(numbers)) if self.shape.turns else totals[0].weight * facts[0]["per_weight"]
         if gradients and by != 1:
             torch._foreach_div_(list(gradients.values()), by)
         return Joined(numbers, max(one["step"] for one in facts), gradients, totals)
@@ -100,13 +100,13 @@ class ReplicaVersions:
         self.labelled.clear()
         self.sums.forget()
 
-    def _facts(self, stage: Stage, share: Share) -> Facts:
+    def _facts(self, stage: Stage, share: ReplicaGradients) -> Facts:
         job = share.job
         facts = {
             "mini_batch": job.number // self.shape.microbatches,
             "step": job.step,
             "losses": losses_of(job.mates),
-            "weighed": share.weighed,
+            "per_weight": share.per_weight,
         }
         if self.apart:
             facts["norms"] = self.norms.statistics(job.step)

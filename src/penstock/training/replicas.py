@@ -1,8 +1,9 @@
 """Replicas of a stage: the sum of their gradients, and what they tell each other at the end of a mini-batch.
 
 Every replica has its part of each micro-batch's rows. At the REDUCE row of a stage the replicas begin to add their
-gradients, in the order of the replicas, so that the sum has the same bits on all of them and in one process. The loss,
-what it was weighed by, and the statistics of batch norms go from every rank to every other in one message.
+gradients, in the order of the replicas, so that the sum has the same bits on all of them and in one process; on several
+hosts within each host first, and over NCCL in an order of its own. The loss, what it was weighed by, and the statistics
+of batch norms go from every rank to every other in one message.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def test_memory_of_somebody_else_is_not_taken_for_the_lane():
     process, _, mark = store.get("lane 0 1 0 0").decode().split()
     files = len(list(Path("/proc/self/fd").iterdir()))
     for file in (other, 1 << 20):
-        store.set("lane 0 1", f"{process} {file} {mark}")
+        store.set("lane 0 1 0 0", f"{process} {file} {mark}")
         with pytest.raises(OSError, match=r"lane|No such file"):
             SharedReceiver(name, store, Patience(), 0).connect()
     assert len(list(Path("/proc/self/fd").iterdir())) == files

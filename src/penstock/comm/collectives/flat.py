@@ -61,7 +61,8 @@ def copy(target: int, source: int, size: int) -> None:
 
 
 def add_up(terms: Sequence[Tensor], total: Tensor) -> None:
-    """Add terms as ((t0 + t1) + t2) + ... Only the second of two terms may be the total."""
+    """Add terms as ((t0 + t1) + t2) + ... `total` may share memory with the second term where there are two, else with
+    none."""
     first, *rest = (torch.split(term, PIECE) for term in terms)
     totals = torch.split(total, PIECE)
     for term in rest:

@@ -1,7 +1,8 @@
 """The watch of a rank: it reads the status of the others, learns of their failures at once, and ends this rank in time.
 
-A failure is reported once, by the rank that detects it, with a traceback. Every other rank stops with one line: in its
-main thread by a RankError where it checks for failures, else by its monitor, which waits for a limited time.
+An exception is reported by the rank that raises it, with a traceback; a death, in one line, by the ranks of its host
+that notice it first. Every other rank stops with one line: in its main thread by a RankError where it checks for
+failures, else by its monitor, which waits for a limited time.
 """
 
 from __future__ import annotations
