@@ -28,7 +28,7 @@ PLAIN = frozenset(
 _NO_RECORD = (nn.Module, torch.Tensor, *_CODE)
 
 
-class Kind(NamedTuple):
+class Access(NamedTuple):
     """The functions that read and write one kind of holder. Its content is a list of values and their keys."""
 
     look: Callable[[Any], tuple[Any, list[Any]]]
@@ -76,21 +76,25 @@ def _put_set(held: set[Any] | deque[Any], _: Any, values: list[Any]) -> None:
         held.update(values)
 
 
-DICT, _LIST, _SET = Kind(_look_dict, _put_dict), Kind(_look_values, _put_list), Kind(_look_values, _put_set)
-_OBJECT = Kind(lambda held: _look_dict(vars(held)), lambda held, *rest: _put_dict(vars(held), *rest))
-MODULE = Kind(look_module, _put_module)
-_ARRAY = Kind(lambda held: (held.copy(), []), lambda held, before, _: np.copyto(held, before))
-_PYTHON = Kind(lambda held: (held.getstate(), []), lambda held, state, _: held.setstate(state))
-_NUMPY = Kind(lambda held: (held.bit_generator.state, []), lambda held, s, _: setattr(held.bit_generator, "state", s))
-_OLD_NUMPY = Kind(lambda held: (held.get_state(), []), lambda held, state, _: held.set_state(state))
-_TORCH = Kind(lambda held: (held.get_state(), []), lambda held, state, _: held.set_state(state))
+DICT, _LIST, _SET = (
+    Access(_look_dict, _put_dict),
+    Access(_look_values, _put_list),
+    Access(_look_values, _put_set),
+)
+_OBJECT = Access(lambda held: _look_dict(vars(held)), lambda held, *rest: _put_dict(vars(held), *rest))
+MODULE = Access(look_module, _put_module)
+_ARRAY = Access(lambda held: (held.copy(), []), lambda held, before, _: np.copyto(held, before))
+_PYTHON = Access(lambda held: (held.getstate(), []), lambda held, state, _: held.setstate(state))
+_NUMPY = Access(lambda held: (held.bit_generator.state, []), lambda held, s, _: setattr(held.bit_generator, "state", s))
+_OLD_NUMPY = Access(lambda held: (held.get_state(), []), lambda held, state, _: held.set_state(state))
+_TORCH = Access(lambda held: (held.get_state(), []), lambda held, state, _: held.set_state(state))
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
-_kinds: dict[type, Kind | None] = {}  # cached by type, as it is needed for every attribute before every step
+_kinds: dict[type, Access | None] = {}  # cached by type, as it is needed for every attribute before every step
 
 
-def kind_of(value: Any) -> Kind | None:
+def kind_of(value: Any) -> Access | None:
     """Return how to read and write a value, or None where it holds nothing that a forward could change."""
     try:
         kind = _kinds[type(value)]
@@ -99,7 +103,7 @@ def kind_of(value: Any) -> Kind | None:
     return None if kind is _ARRAY and not value.flags.writeable else kind
 
 
-def _kind_of(value: Any) -> Kind | None:
+def _kind_of(value: Any) -> Access | None:
     if isinstance(value, nn.Module):
         return MODULE
     if isinstance(value, (dict, list, set, deque)):

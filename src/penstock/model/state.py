@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.model.fakes import is_fake
-from penstock.model.holders import DICT, MODULE, OWN, PLAIN, Kind, is_record, kind_of, look_module, same
+from penstock.model.holders import DICT, MODULE, OWN, PLAIN, Access, is_record, kind_of, look_module, same
 from penstock.model.saved_hooks import Hooks, SavedHooks
 
 LARGE = 2**26  # bytes; no copy of a larger tensor is kept, unless it changes
@@ -29,7 +29,7 @@ class _Held(NamedTuple):
     """A holder and its content."""
 
     holder: Any
-    kind: Kind
+    kind: Access
     look: _Look
 
 

@@ -146,7 +146,7 @@ def in_order(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class MiniBatchEnd:
-    """What the ranks of a pipeline with replicas tell each other when all rows before the updates have run."""
+    """The exchange between the ranks of a pipeline with replicas when all rows before the updates have run."""
 
     world: World | Alone
     executors: Mapping[tuple[int, int], StageExecutor]  # by stage and replica, those of this process

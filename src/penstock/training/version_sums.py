@@ -27,7 +27,7 @@ Place = tuple[int, int]  # a stage and a version
 
 @dataclass(frozen=True)
 class _Given:
-    """What a replica has given: tensors to be added, and facts."""
+    """The tensors that a replica adds to the others', and its facts."""
 
     tensors: list[Tensor]
     facts: bytes
