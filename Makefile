@@ -49,6 +49,7 @@ bench: install
 	$(BIN)/python -m benchmarks.split_backward
 	$(BIN)/python -m benchmarks.inline
 	$(BIN)/python -m benchmarks.reductions
+	$(BIN)/python -m benchmarks.data_parallel
 
 pictures: install
 	$(BIN)/penstock simulate --schedule zb-v --stages 4 --microbatches 8 --svg docs/pictures/zb-v.svg > /dev/null
