@@ -1,4 +1,4 @@
-"""Shared by all tests: the device that models are tested on.
+"""Shared by all tests: the device that models are tested on, and one thread with a known seed.
 
 `pytest --device cuda tests/model tests/engine tests/training` runs the tests of models on a GPU, marked `gpu`.
 Helpers that tests share are found by the setting `pythonpath` in pyproject.toml.
@@ -37,3 +37,15 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.gpu)
             if item.get_closest_marker("cpu_only"):
                 item.add_marker(pytest.mark.skip(reason="tensors that must be in host memory"))
+
+
+@pytest.fixture
+def one_thread():
+    """Run a test on one thread, whose bits do not depend on the machine, from a known seed."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    yield
+    torch.set_num_threads(before)

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from guard_models import UNet
 from penstock.models.gpt import GPT
 
 SCHEDULES = (  # those in a row place their stages alike: a pipeline can go on by the next one
@@ -34,29 +34,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "dualpipe-v overlapped": ("dualpipe-v", {"overlap": True}),
 }
 ROWS = 8
-
-
-class UNet(nn.Module):
-    """Skips that cross all stages between their ends."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        sizes = range(3, 4 + depth)
-        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(sizes))
-        self.middle = nn.Conv2d(sizes[-1], sizes[-1], 3, padding=1)
-        self.up = nn.ModuleList(nn.Conv2d(2 * b, a, 3, padding=1) for a, b in pairwise(sizes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for down in self.down:
-            x = F.relu(down(x))
-            skips.append(x)
-            x = F.max_pool2d(x, 2, ceil_mode=True)
-        x = self.middle(x)
-        for up in reversed(self.up):
-            skip = skips.pop()
-            x = up(torch.cat([F.interpolate(x, skip.shape[-2:]), skip], 1))
-        return x
 
 
 def _normed(blocks: int) -> nn.Module:

@@ -42,6 +42,8 @@ CASES: list[dict[str, Any]] = [
 ] + [
     {"replicas": [2, 1], "shard": "gradients", "schedule": "interleaved", "chunks": 2},
     {"replicas": [2, 1], "shard": "optimizer", "schedule": "zb-v"},
+    {"replicas": [2, 1], "shard": "optimizer", "schedule": "1f1b", "held": 0.02},
+    {"replicas": [3], "shard": "gradients", "schedule": "1f1b", "held": 0.02},
 ]
 
 
@@ -74,15 +76,24 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(part, part) for part in words]
 
 
+def hold(model: nn.Module, case: dict[str, Any]) -> None:
+    """Leave gradients of the user's own in `.grad`, as a regulariser taken outside the step does."""
+    for parameter in model.parameters() if "held" in case else ():
+        if not parameter.is_meta:
+            parameter.grad = torch.full_like(parameter, case["held"])
+
+
 def plain(model: nn.Module, case: dict[str, Any]) -> dict[str, Tensor]:
     optimizer = OPTIMIZERS[case.get("optimizer", "adamw")](list(model.parameters()))
     accumulate = case.get("accumulate", 1)
     every = batches()[: STEPS + 1 if accumulate > 1 else STEPS]
     for at in range(0, len(every) - len(every) % accumulate, accumulate):
         optimizer.zero_grad()
+        if not at:
+            hold(model, case)
         group = every[at : at + accumulate]
         sums = [F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=0, reduction="sum") for x, y in group]
-        (sum(sums) / sum(float((y != 0).sum()) for _, y in group)).backward()
+        (sum(sums) / sum(float((y != 0).sum()) for _, y in group)).backward()  # on top of what is held
         if "clip" in case:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
         optimizer.step()
@@ -90,7 +101,11 @@ def plain(model: nn.Module, case: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def pipeline(model: nn.Module, case: dict[str, Any], **changed: Any) -> penstock.Pipeline:
-    asked = {name: value for name, value in (case | changed).items() if name != "optimizer" and value is not None}
+    asked = {
+        name: value
+        for name, value in (case | changed).items()
+        if name not in ("optimizer", "held") and value is not None
+    }
     example = torch.arange(20).view(4, 5) % WORDS
     return penstock.Pipeline(
         model, example=example, stages=len(case["replicas"]), microbatches=4, loss=loss,
@@ -104,6 +119,7 @@ def trained(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     wanted = plain(copy.deepcopy(model), case)
     pipe = pipeline(copy.deepcopy(model), case)
     every = batches()[: STEPS + 1 if case.get("accumulate", 1) > 1 else STEPS]
+    hold(pipe.model, case)
     for _ in pipe.train(every):
         pass
     state = pipe.state_dict()

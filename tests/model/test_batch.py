@@ -15,14 +15,7 @@ from zoo import WIDTH, WORDS, Of, blocks, floats, words
 from penstock.model import tree
 from penstock.model.batch import ApartError, as_call, join, piece, rows_of, uneven_spans
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(5)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def row(rows=4, length=6):

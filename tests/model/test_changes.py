@@ -14,13 +14,7 @@ from penstock import SplitError
 CUTS = ["blocks.1", "blocks.2", "blocks.3"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(5)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def row(rows=4, length=6):

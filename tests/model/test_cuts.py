@@ -14,14 +14,7 @@ from penstock.model.batch import as_call
 from penstock.model.cuts import crossing_bytes, weights
 from penstock.model.split import Split
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(5)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class GPT(nn.Module):

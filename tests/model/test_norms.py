@@ -11,14 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import WIDTH, Of, floats
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(5)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Normed(nn.Module):

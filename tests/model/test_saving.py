@@ -10,14 +10,7 @@ from zoo import WIDTH, Of, blocks, floats
 
 from penstock.model.offload import to_device, to_host
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(5)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def row(rows=4, length=6):

@@ -11,13 +11,7 @@ from zoo import WIDTH, Of, blocks, floats
 LENGTH = 6
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(5)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ids(rows, longest):

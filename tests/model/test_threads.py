@@ -12,14 +12,7 @@ from compare import assert_same, pipeline, plain, stepped
 from torch import nn
 from zoo import WIDTH, Of, blocks, floats
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(5)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Identity(torch.autograd.Function):

@@ -10,13 +10,7 @@ from zoo import ZOO, born
 BATCHES = [(3, 5), (5, 9), (7, 9)]  # rows and length; the example has 4 and 6
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(5)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("how", [2, 4, "named"])

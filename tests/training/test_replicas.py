@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import plain
 import replicated
+from guard_models import UNet
 from penstock import Pipeline
 from replicated import METHODS, PATTERNS, agree, pipeline
 
@@ -131,35 +131,12 @@ def test_accumulation_over_three_steps_is_one_batch_of_all_their_rows(replicas):
     assert plain.off(plain.weights(pipe.model), plain.weights(model)) < 1e-10
 
 
-class UNet(nn.Module):
-    """Skips that cross all stages between their ends."""
-
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        sizes = range(2, 3 + depth)
-        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(sizes))
-        self.middle = nn.Conv2d(sizes[-1], sizes[-1], 3, padding=1)
-        self.up = nn.ModuleList(nn.Conv2d(2 * b, a, 3, padding=1) for a, b in pairwise(sizes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for down in self.down:
-            x = torch.tanh(down(x))
-            skips.append(x)
-            x = F.avg_pool2d(x, 2, ceil_mode=True)
-        x = self.middle(x)
-        for up in reversed(self.up):
-            skip = skips.pop()
-            x = up(torch.cat([F.interpolate(x, skip.shape[-2:]), skip], 1))
-        return x
-
-
 @pytest.mark.parametrize(("replicas", "method"), [([2, 1, 2], "1f1b"), ([1, 3], "zb-h1"), ([2, 3], "gpipe")])
 def test_a_unet_whose_skips_cross_stages(replicas, method):
     torch.manual_seed(4)
-    shapes = [(rows, 2, 6, 6) for rows in (8, 8, 5, 8, 12)]
+    shapes = [(rows, 3, 6, 6) for rows in (8, 8, 5, 8, 12)]
     data = [(torch.randn(shape, dtype=F64), torch.randn(shape, dtype=F64)) for shape in shapes]
-    given = plain.Case(UNet().to(F64), F.mse_loss, data)
+    given = plain.Case(UNet(3).to(F64), F.mse_loss, data)
     cuts = ["down.2", "up.1"][: len(replicas) - 1]
     pipe = agree(given, replicas, schedule=method, cuts=cuts)
     assert [edge for edge in pipe.split.edges if edge[1] > edge[0] + 1] == [(0, 2)][: len(replicas) - 2]

@@ -28,8 +28,11 @@ def pipeline(**changed) -> penstock.Pipeline:
     [
         ({"shard": "weights"}, ["shard to be 'optimizer' or 'gradients'", "'weights'"]),
         ({"shard": 1}, ["shard to be", "1"]),
-        ({"replicas": None}, ["stages of several replicas", "one replica each"]),
-        ({"schedule": "pipedream", "replicas": None}, ["a synchronous schedule", "pipedream"]),
+        ({"replicas": None}, ["stages of several replicas where shard divides state", "one replica each"]),
+        (
+            {"schedule": "pipedream", "replicas": None},
+            ["a schedule with a flush where shard divides", "pipedream, which"],
+        ),
         ({"optimizer": None}, ["an optimizer, whose state is divided", "none"]),
         ({"offload": "weights"}, ["weights that stay on their device", "offload='weights'"]),
         ({"optimizer": lambda p: Muon(p, lr=0.1)}, ["treats every element alone", "Muon"]),

@@ -96,7 +96,7 @@ class ReplicaRows:
             pieces = [part.get(value) for part in parts]
             known = [piece for piece in pieces if piece is not None]
             if dimension.dimension is None:
-                joined[value] = _added(known)
+                joined[value] = in_order(known)
                 continue
             if len(known) < len(parts):  # no gradient came from some: it is 0 for their rows
                 peers = self.peers(stage, replica, peer)
@@ -115,8 +115,8 @@ def _whole(job: Job) -> int:
     return job.share.whole
 
 
-def _added(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of gradients, in the order of the replicas; of activations there is one."""
+def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of what replicas have, added in their order; one part is returned as it is."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part

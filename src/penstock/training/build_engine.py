@@ -40,7 +40,7 @@ from penstock.training.options import PipelineOptions
 from penstock.training.processes import Ranks
 from penstock.training.replica_versions import ReplicaVersions
 from penstock.training.replicas import MiniBatchEnd
-from penstock.training.schedule_choice import ScheduleChoice, read_schedule, with_edges
+from penstock.training.schedule_choice import ScheduleChoice, read_schedule, require_shards, with_edges
 from penstock.training.stage_optimizers import Optimizers
 from penstock.training.staleness import MitigationOptions, momentum_steps, read_mitigation, require_known
 from penstock.training.version_sums import VersionSums
@@ -307,11 +307,8 @@ def _require_own_weights(context: EngineContext) -> None:
 
 def _require_for_sharding(built: Schedule | Loop, options: PipelineOptions) -> None:
     """Refuse to divide state where nothing can be divided, or the result would not be that of one process."""
+    require_shards(built)
     expected = f"shard={options.shard!r} with "
-    if isinstance(built, Loop):
-        raise InputError(expected + "a synchronous schedule", built.shape.name, "choose one, or leave shard out")
-    if max(built.shape.replicas) == 1:
-        raise InputError(expected + "stages of several replicas", "one replica each", "give replicas=, or leave it out")
     if options.optimizer is None:
         raise InputError(expected + "an optimizer, whose state is divided", "none", "give optimizer=")
     if Offload.WEIGHTS in Offload.read(options.offload):

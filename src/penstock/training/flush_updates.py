@@ -131,6 +131,8 @@ class FlushUpdates:
         self.ready, self.left = gradients if usable else {}, set(optimizers.owned)
         for parameter in optimizers.parameters:
             parameter.grad = None
+        if self.sharded is not None:
+            self.sharded.clear_own_gradients()
         return Update(usable, norm)
 
     def reduce(self, stage: Stage, version: int) -> None:

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from penstock.comm.collectives.interface import Pending, Reducer
 from penstock.comm.world.world import Alone, World
+from penstock.engine.replica_rows import in_order
 from penstock.engine.stage_executor import StageExecutor
 from penstock.errors import InputError
 from penstock.model.batchnorm import DeferredNorms
 from penstock.model.labels import Labels, Memory, Scored
 from penstock.model.loss import Loss, Total, total_of
 from penstock.model.stage import Stage
-from penstock.training.sharded_state import GatheredRows, Shard, ShardedState
+from penstock.training.sharded_state import DividedSum, Shard, ShardedState
 
 Sums = dict[nn.Parameter, Tensor]
 
@@ -33,7 +34,7 @@ Sums = dict[nn.Parameter, Tensor]
 class StartedSums(NamedTuple):
     """Sums of a stage's gradients under way: those of which each replica gets its rows alone, and all others."""
 
-    divided: list[GatheredRows]
+    divided: list[DividedSum]
     whole: list[nn.Parameter]
     pending: Pending
 
@@ -58,7 +59,7 @@ class ReplicaSums:
         if reducer is None:
             return
         gradients = dict(zip(trained(stage), filled(stage, stage.parts), strict=True))
-        made, divided = counts_of(stage, stage.parts), list[GatheredRows]()
+        made, divided = counts_of(stage, stage.parts), list[DividedSum]()
         if self.sharded is not None and self.sharded.level is not Shard.OPTIMIZER:
             own = [p for p in gradients if p in self.sharded.shards and p not in self.tied]
             divided = self.sharded.reduce({parameter: gradients.pop(parameter) for parameter in own})
@@ -134,14 +135,6 @@ def counts_of(stage: Stage, parts: Mapping[nn.Parameter, Tensor]) -> Tensor:
     parameters = trained(stage)
     device = parameters[0].device if parameters else None
     return torch.tensor([float(p in parts) for p in parameters], dtype=torch.float32, device=device)
-
-
-def in_order(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum, added in the order of the replicas."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 @dataclass

@@ -93,6 +93,19 @@ def read_schedule(choice: ScheduleChoice, cuts: Sequence[str] | None) -> Schedul
     return built
 
 
+def require_shards(built: Schedule | Loop) -> None:
+    """Refuse a schedule under which replicas cannot divide their state."""
+    if isinstance(built, Loop):
+        came = f"{built.shape.name}, which updates without one"
+        raise InputError("a schedule with a flush where shard divides state", came, "choose one, or leave shard out")
+    if max(built.shape.replicas) == 1:
+        raise InputError(
+            "stages of several replicas where shard divides state",
+            "one replica each",
+            "add replicas, or leave shard out",
+        )
+
+
 def _repeated(own: Schedule) -> Loop:
     """A user's list without a flush, as a run of any length."""
     prove(own)

@@ -33,7 +33,7 @@ class Shard(StrEnum):
 
 
 @dataclass(frozen=True)
-class GatheredRows:
+class DividedSum:
     """A sum of gradients under way: the parameters, and where its parts lie."""
 
     parameters: list[nn.Parameter]
@@ -56,15 +56,15 @@ class ShardedState:
         """Return this replica's rows of a tensor, as a view."""
         return _rows(tensor, self.replicas, self.replica)
 
-    def reduce(self, gradients: dict[nn.Parameter, Tensor]) -> list[GatheredRows]:
+    def reduce(self, gradients: dict[nn.Parameter, Tensor]) -> list[DividedSum]:
         """Begin to sum gradients of which each replica wants its rows alone."""
         started = []
         for parameters in _by_type(gradients):
             flat, bounds = self._packed([gradients[parameter] for parameter in parameters])
-            started.append(GatheredRows(parameters, self.reducer.reduce_scatter(flat, bounds)))
+            started.append(DividedSum(parameters, self.reducer.reduce_scatter(flat, bounds)))
         return started
 
-    def reduced(self, started: Iterable[GatheredRows]) -> dict[nn.Parameter, Tensor]:
+    def reduced(self, started: Iterable[DividedSum]) -> dict[nn.Parameter, Tensor]:
         """Return this replica's rows of the sums, by shard."""
         sums: dict[nn.Parameter, Tensor] = {}
         for one in started:
@@ -84,10 +84,14 @@ class ShardedState:
         }
 
     def take_own_gradients(self) -> None:
-        """Move what `.grad` of parameters holds, from outside the step, to their shards."""
+        """Give the shards their rows of what `.grad` of parameters holds from outside the step."""
         for parameter, shard in self.shards.items():
-            if parameter.grad is not None:
-                shard.grad, parameter.grad = self.rows(parameter.grad).clone(), None
+            shard.grad = None if parameter.grad is None else self.rows(parameter.grad)
+
+    def clear_own_gradients(self) -> None:
+        """Forget what `.grad` of parameters held, which an update takes in."""
+        for parameter in self.shards:
+            parameter.grad = None
 
     def gather(self, stage: int) -> None:
         """Have all replicas' rows of a stage's weights after an update."""

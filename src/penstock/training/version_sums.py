@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from penstock.comm.collectives.interface import Pending, Reducer
+from penstock.engine.replica_rows import in_order
 from penstock.model.stage import Stage
 from penstock.training.finite_gradients import Gradients
-from penstock.training.replicas import counts_of, filled, in_order, trained
+from penstock.training.replicas import counts_of, filled, trained
 
 Facts = dict[str, Any]  # plain values
 Place = tuple[int, int]  # a stage and a version

@@ -250,6 +250,18 @@ def test_everything_wrong_is_said_at_once(tmp_path):
             "at least 9 rows, one for each replica, but got 8",
         ),
         ("stages = 2", "stages = 2\nreplicas = [2, 1]\nchunks = 3", "pipeline", r"exactly 1 chunk(s) a rank for 1f1b"),
+        (
+            "stages = 2",
+            "stages = 2\nshard = 'optimizer'",
+            "pipeline.shard",
+            "stages of several replicas where shard divides state, but got one replica each",
+        ),
+        (
+            "stages = 2",
+            "stages = 2\nreplicas = 2\nshard = 'optimizer'\nschedule = '2bw'",
+            "pipeline.shard",
+            "a schedule with a flush where shard divides state, but got 2bw, which updates without one",
+        ),
         ("lr = 1e-3", "lr = nan", "optimizer.lr", "finite numbers, but got nan"),
         ("betas = [0.9, 0.95]", "betas = [0.9, nan]", "optimizer.betas", "finite numbers, but got [0.9, nan]"),
         ("lr = 1e-3", "weight_decay = -inf", "optimizer.weight_decay", "finite numbers, but got -inf"),

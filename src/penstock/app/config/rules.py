@@ -8,6 +8,8 @@ from math import isfinite
 from typing import Any
 
 from penstock.app.config.schema import ConfigFault, as_arguments, shown, suggestion
+from penstock.core.loop import Loop
+from penstock.core.schedule import Schedule
 from penstock.errors import InputError
 from penstock.training.checkpoint.kept_steps import AUTO
 
@@ -34,6 +36,8 @@ def schedule_faults(good: dict[str, Any]) -> Iterator[ConfigFault]:
     refusal = None if unknown else _schedule_refusal(values, options)
     if refusal is not None:
         yield from _locate_fault(values, options, refusal)
+    elif not unknown and good.get("pipeline.shard"):
+        yield from _shard(values, options)
 
 
 def _unknown(schedule: str, options: dict[str, Any]) -> Iterator[ConfigFault]:
@@ -66,16 +70,29 @@ def _locate_fault(values: dict[str, Any], options: dict[str, Any], error_of_all:
 
 def _schedule_refusal(values: dict[str, Any], options: dict[str, Any]) -> InputError | None:
     """Return the error for the schedule with these options; None if it is valid."""
-    from penstock.training.schedule_choice import ScheduleChoice, read_schedule
     from penstock.training.staleness import read_mitigation
 
-    named = (values["schedule"], values["stages"], values["microbatches"], values["chunks"])
     try:
-        built = read_schedule(ScheduleChoice(*named, options, replicas=values["replicas"]), values["cuts"])
-        read_mitigation(options, built.shape)
+        read_mitigation(options, _read_schedule(values, options).shape)
     except InputError as error:
         return error
     return None
+
+
+def _read_schedule(values: dict[str, Any], options: dict[str, Any]) -> Schedule | Loop:
+    from penstock.training.schedule_choice import ScheduleChoice, read_schedule
+
+    named = (values["schedule"], values["stages"], values["microbatches"], values["chunks"])
+    return read_schedule(ScheduleChoice(*named, options, replicas=values["replicas"]), values["cuts"])
+
+
+def _shard(values: dict[str, Any], options: dict[str, Any]) -> Iterator[ConfigFault]:
+    from penstock.training.schedule_choice import require_shards
+
+    try:
+        require_shards(_read_schedule(values, options))
+    except InputError as error:
+        yield _fault("pipeline.shard", error)
 
 
 def _fault(path: str, error: InputError) -> ConfigFault:
