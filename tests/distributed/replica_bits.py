@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, list[int], list[str], dict[str, Any]]] = {  # model,
     "normed 2:1": ("normed", [2, 1], ["1f1b"], {}),
     "gpt2 2:1": ("gpt2", [2, 1], ["gpipe"], {"recompute": "always"}),
     "llama 1:2": ("llama", [1, 2], ["1f1b"], {"accumulate": 2}),
-    "gpt 1:3": ("gpt", [1, 3], ["1f1b"], {"transport": "gloo"}),
+    "gpt 1:3": ("gpt", [1, 3], ["1f1b"], {"transport": "gloo", "microbatches": 2}),  # rows for all three
     "normed 2:2": ("normed", [2, 2], ["interleaved"], {}),
     "unet 2:1:1": ("unet", [2, 1, 1], ["zb-h1"], {"microbatches": 6}),
     "gpt 2:2": ("gpt", [2, 2], ["zb-v"], {}),
